@@ -1,0 +1,333 @@
+"""Every setting of a run: frozen, typed, each default once, with its unit. Unknown keys are errors.
+
+`RunConfig` is what `run.yaml` holds. `DrafterSpec` is the drafter's architecture after everything that
+follows from the target has been filled in; it is what a checkpoint's `config.json` records.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from draftline.errors import ConfigError
+
+TILE = 128
+"""Tokens: side of a block-sparse attention tile; token and block budgets are multiples of it."""
+
+
+class Frozen(BaseModel):
+    """Base of all settings: immutable, no unknown keys, docstrings under fields become descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TargetConfig(Frozen):
+    """The language model that will be made faster. It is read, never changed."""
+
+    path: str
+    """Folder of a transformers model, `builtin:tiny`, `builtin:hybrid`, or a hub name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute type; auto takes the checkpoint's own type on CUDA and float32 on a CPU."""
+    revision: str | None = None
+    """Hub commit; required when `trust_remote_code` is set."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint. Needs a 40-digit `revision`."""
+
+    @model_validator(mode="after")
+    def _remote_code_is_pinned(self) -> Self:
+        pinned = self.revision is not None and len(self.revision) == 40  # noqa: PLR2004
+        if self.trust_remote_code and not pinned:
+            raise ValueError(
+                f"trust_remote_code runs code from {self.path}; set target.revision to the 40-digit commit "
+                "that you have read"
+            )
+        return self
+
+
+class DataConfig(Frozen):
+    """Training conversations."""
+
+    path: str
+    """A token store made by `draftline prepare`, or a chat JSONL file that is prepared on the fly."""
+    eval_path: str | None = None
+    """Chat JSONL with held-out prompts for acceptance length; none means no evaluation while training."""
+    max_length: int = Field(default=4096, ge=2)
+    """Tokens: a longer conversation is clipped, and counted."""
+
+
+class RowConfig(Frozen):
+    """A row is the unit of work: fixed shapes, filled with whole documents."""
+
+    token_budget: int = Field(default=4096, gt=0)
+    """Tokens of context in a row; a multiple of 128."""
+    block_budget: int = Field(default=512, gt=0)
+    """Blocks (anchors) in a row; block_budget x block_size must be a multiple of 128."""
+    anchors_per_document: int = Field(default=512, gt=0)
+    """Most anchors that one document may take, so that long documents do not starve short ones."""
+
+    @model_validator(mode="after")
+    def _token_budget_is_tiled(self) -> Self:
+        if self.token_budget % TILE:
+            best = -(-self.token_budget // TILE) * TILE
+            raise ValueError(
+                f"rows.token_budget={self.token_budget} is not a multiple of {TILE} (attention tile); use {best}"
+            )
+        return self
+
+
+class DrafterConfig(Frozen):
+    """Shape of the drafter. None means: take it from the target."""
+
+    num_layers: int = Field(default=5, ge=1)
+    """Transformer layers."""
+    block_size: int = Field(default=16, ge=2)
+    """Tokens in a block: one anchor and block_size - 1 drafts. """
+    num_taps: int = Field(default=5, ge=1)
+    """Target layers that are read, spread by the published rule, unless `target_layer_ids` is given."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based target layers whose outputs are read; negative ids count from the last layer."""
+    mask_token_id: int | None = None
+    """Embedding row that stands for a token to be drafted; none takes the tokenizer's mask token or a
+    reserved row."""
+    intermediate_size: int | None = Field(default=None, gt=0)
+    """Width of the MLP."""
+    num_heads: int | None = Field(default=None, gt=0)
+    """Query heads."""
+    num_kv_heads: int | None = Field(default=None, gt=0)
+    """Key/value heads."""
+    head_dim: int | None = Field(default=None, gt=0)
+    """Size of one head."""
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """Attention of each layer; none means full attention everywhere."""
+    sliding_window: int | None = Field(default=None, gt=1)
+    """Tokens a sliding layer sees, the current one included."""
+    init_from: str | None = None
+    """Folder of a drafter to start from (warm start)."""
+
+
+class LossConfig(Frozen):
+    """Weighted cross-entropy against the frozen head."""
+
+    decay_gamma: float | None = Field(default=None, gt=0)
+    """Slots: weight of slot k is exp(-(k-1)/gamma). None takes 7 for blocks of 16, 5 for 10, 4 for 8
+    (paper, section 5), and block_size / 2 otherwise."""
+    chunk_rows: int = Field(default=1024, gt=0)
+    """Slots whose logits exist at one time."""
+
+
+class OptimConfig(Frozen):
+    """AdamW on fp32 masters, cosine schedule with warm-up."""
+
+    lr: float = Field(default=6e-4, gt=0)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+    warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
+    """Share of the steps in which the rate rises linearly."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moving-average factors."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decay of matrices; norm weights are never decayed."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm."""
+    rows_per_step: int = Field(default=8, gt=0)
+    """Rows in one optimizer step, over all drafters; a multiple of their number."""
+    steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps; give this or `epochs`."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data; give this or `steps`."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of optim.steps and optim.epochs")
+        return self
+
+
+class PlacementConfig(Frozen):
+    """Which devices run the target and which the drafter."""
+
+    mode: Literal["auto", "split", "colocated"] = "auto"
+    """split: different workers feed each other; colocated: each device does both in turn; auto: colocated
+    with one device, split otherwise."""
+    targets: tuple[str, ...] | None = None
+    """Device of each target worker, such as ["cuda:0", "cuda:0", "cuda:1"]; a device may be named twice."""
+    drafters: tuple[str, ...] | None = None
+    """Device of each drafter worker."""
+    channel_slots: int = Field(default=3, ge=1)
+    """Rows that may wait in front of each drafter."""
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
+    """Drafter attention: flex is compiled and block-sparse (CUDA), sdpa is dense with a boolean mask (CPU).
+    auto is resolved once at start and printed; it never changes afterwards."""
+    drafter_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type of the drafter; masters are always float32. auto: bfloat16 on CUDA, float32 on a CPU."""
+
+
+class CheckpointConfig(Frozen):
+    """When the state is saved."""
+
+    every: int = Field(default=500, gt=0)
+    """Optimizer steps between checkpoints."""
+    keep: int = Field(default=2, ge=2)
+    """Newest checkpoints that stay."""
+
+
+class EvaluationConfig(Frozen):
+    """Acceptance length on held-out prompts."""
+
+    every: int | None = Field(default=None, gt=0)
+    """Optimizer steps between evaluations; none means before and after training only."""
+    num_prompts: int = Field(default=64, gt=0)
+    """Held-out prompts used."""
+    max_new_tokens: int = Field(default=256, gt=0)
+    """Tokens generated for each prompt."""
+
+
+class DeadlineConfig(Frozen):
+    """How long anything may wait before the run ends with the reason."""
+
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds without a row from a worker that others wait for."""
+    startup_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds for all workers to load, compile and prove themselves."""
+
+
+class RunConfig(Frozen):
+    """A complete training run."""
+
+    target: TargetConfig
+    data: DataConfig
+    output: Path
+    """Folder of the run; one run at a time."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Every row, anchor and initial weight follows from it."""
+    rows: RowConfig = RowConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig(epochs=6)
+    placement: PlacementConfig = PlacementConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
+
+    @model_validator(mode="after")
+    def _blocks_are_tiled(self) -> Self:
+        queries = self.rows.block_budget * self.drafter.block_size
+        if queries % TILE:
+            step = TILE // math.gcd(TILE, self.drafter.block_size)
+            best = -(-self.rows.block_budget // step) * step
+            raise ValueError(
+                f"rows.block_budget={self.rows.block_budget} x drafter.block_size={self.drafter.block_size} = "
+                f"{queries} is not a multiple of {TILE}; use rows.block_budget={best}"
+            )
+        return self
+
+
+class DrafterSpec(Frozen):
+    """The drafter's architecture, complete. Shapes: D = hidden_size, K = len(target_layer_ids)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """Rows of the target's head (may exceed the tokenizer's length)."""
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """0-based; a tap is the output of that layer, before any final norm."""
+    num_target_layers: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    """None: sliding layers are causal inside the block and full ones are not, as engines serve them."""
+    input_embedding_scale: float = 1.0
+    """Factor on the target's raw embedding rows (Gemma: sqrt(D))."""
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    @property
+    def num_taps(self) -> int:
+        """K, the number of tapped target layers."""
+        return len(self.target_layer_ids)
+
+    def window_of(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, or None for full attention."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def causal_in_block(self, layer: int) -> bool:
+        """Whether slots of a block see only earlier slots in this layer (dflash.md 1.8)."""
+        if self.is_causal is not None:
+            return self.is_causal
+        return self.layer_types[layer] == "sliding_attention"
+
+
+def load_run_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Read `run.yaml` and lay dotted overrides over it.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown (the nearest name is given), or a
+            value cannot work.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration at {path}; write one with `draftline init` or name another") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds {type(raw).__name__}, not a mapping of settings")
+    for dotted, value in (overrides or {}).items():
+        _set_dotted(raw, dotted, value)
+    return parse_config(RunConfig, raw, str(path))
+
+
+def _set_dotted(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for name in parents:
+        raw = raw.setdefault(name, {})
+    raw[leaf] = value
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def parse_config(model: type[C], raw: dict[str, Any], source: str) -> C:
+    """Validate `raw`, turning every complaint into one readable ConfigError that names `source`."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(model, item) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def _explain(model: type[BaseModel], item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _keys_at(model, item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(sorted(known))}"
+        return f"unknown key '{where}'; {hint}"
+    if item["type"] == "missing":
+        return f"'{where}' is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}={item['input']!r}: {message}" if where and item["type"] != "value_error" else message
+
+
+def _keys_at(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    for part in loc:
+        annotation = model.model_fields[part].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)
