@@ -1,0 +1,40 @@
+"""What a block looks like: token ids and positions. Trainer and decoder both call these.
+
+Legend: T = tokens of context, A = blocks, B = block size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def block_token_ids(
+    input_ids: Tensor, anchors: Tensor, anchor_valid: Tensor, mask_token_id: int, block_size: int
+) -> Tensor:
+    """Token ids of every block: the anchor token, then `block_size - 1` mask tokens.
+
+    Args:
+        input_ids: int64 [T], the row (or the text so far, when decoding).
+        anchors: int64 [A], offsets into `input_ids`.
+        anchor_valid: bool [A]; a block that is not valid holds mask tokens only.
+
+    Returns:
+        int64 [A, B].
+    """
+    first = torch.where(anchor_valid, input_ids[anchors], mask_token_id)  # [A]
+    masks = first.new_full((anchors.shape[0], block_size - 1), mask_token_id)
+    return torch.cat([first[:, None], masks], dim=1)
+
+
+def block_positions(positions: Tensor, anchors: Tensor, block_size: int) -> Tensor:
+    """Rotary positions of every block: the anchor's own position, counted on.
+
+    Args:
+        positions: int64 [T], restarting at 0 at each document.
+        anchors: int64 [A], offsets into `positions`.
+
+    Returns:
+        int64 [A, B].
+    """
+    return positions[anchors][:, None] + torch.arange(block_size, device=positions.device)
