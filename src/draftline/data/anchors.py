@@ -11,6 +11,9 @@ import numpy as np
 
 from draftline.data.order import Purpose, raw_draws
 
+MAX_TOKEN_BUDGET = 1 << 20
+"""Tokens: an offset in a row, and a document's number in it, fit into 20 bits."""
+
 
 def anchor_candidates(supervised: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Row offsets that may be anchors, ascending, int64 [candidates].
@@ -65,17 +68,22 @@ def draw_anchors(
 ) -> np.ndarray:
     """Anchors of a row: uniform without replacement in each document, ascending, int64 [<= A].
 
-    The draws are named by (seed, row, offset in the row), so each pass over the data draws anew.
+    The draws are named by (seed, row), so each pass over the data draws anew. Arguments as in
+    `anchor_candidates` and `anchor_quotas`.
     """
-    document = np.searchsorted(starts, candidates, side="right") - 1
-    available = np.bincount(document, minlength=len(starts) - 1)
-    ties = raw_draws(seed, Purpose.QUOTAS, row, n=len(available))
+    available = np.diff(np.searchsorted(candidates, starts))
+    draws = raw_draws(seed, Purpose.ANCHORS, row, n=len(available) + len(candidates))
+    ties, draws = np.split(draws, [len(available)])
     quotas = anchor_quotas(available, most, block_budget, ties)
-    draws = raw_draws(seed, Purpose.ANCHORS, row, n=int(starts[-1]))
-    order = np.lexsort((draws[candidates], document))
-    # Inside each document the candidates now stand in random order: the first ones are taken.
+    # One sort of (document, 24 random bits, offset): inside each document the candidates then stand in
+    # random order, and the first ones are taken.
+    document = np.repeat(np.arange(len(available), dtype=np.uint64), available)
+    keys = np.sort(
+        document << np.uint64(44) | draws >> np.uint64(40) << np.uint64(20) | candidates.astype(np.uint64)
+    )
     rank = np.arange(len(candidates)) - np.repeat(np.cumsum(available) - available, available)
-    return np.sort(candidates[order[rank < np.repeat(quotas, available)]])
+    taken = keys[rank < np.repeat(quotas, available)] & np.uint64(MAX_TOKEN_BUDGET - 1)
+    return np.sort(taken.astype(np.int64))
 
 
 def block_labels(input_ids: np.ndarray, anchors: np.ndarray, ends: np.ndarray, block_size: int) -> np.ndarray:

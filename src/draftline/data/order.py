@@ -22,7 +22,6 @@ class Purpose(IntEnum):
     DOCUMENT_ORDER = 1
     ROW_ORDER = 2
     ANCHORS = 3
-    QUOTAS = 4
 
 
 def raw_draws(seed: int, purpose: Purpose, *counters: int, n: int) -> np.ndarray:

@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 
 from draftline.config import TILE
-from draftline.data.anchors import anchor_candidates, block_labels, block_weights, draw_anchors
+from draftline.data.anchors import (
+    MAX_TOKEN_BUDGET,
+    anchor_candidates,
+    block_labels,
+    block_weights,
+    draw_anchors,
+)
 from draftline.data.document import Document, DocumentStore
 from draftline.data.packing import RowIndex
 from draftline.data.tables import BlockTables, block_tables
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,13 @@ class RowShape:
     """Slots: weight of slot k is exp(-(k-1)/gamma)."""
     windows: tuple[tuple[int | None, bool], ...]
     """Distinct (sliding window in tokens or None, causal inside the block) of the drafter's layers."""
+
+    def __post_init__(self) -> None:
+        if self.token_budget > MAX_TOKEN_BUDGET:
+            raise ConfigError(
+                f"rows.token_budget={self.token_budget} is above {MAX_TOKEN_BUDGET}, the most that anchors "
+                f"are drawn from; set rows.token_budget={MAX_TOKEN_BUDGET} and more rows per step"
+            )
 
 
 @dataclass(frozen=True, eq=False)
