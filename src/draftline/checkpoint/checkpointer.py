@@ -1,0 +1,174 @@
+"""Checkpoints in the background: training goes on while one snapshot is written.
+
+One write is in flight. The next call waits for it, with a deadline, and raises what it failed with: a run
+never goes on believing in a checkpoint that does not exist.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from draftline import faults
+from draftline.checkpoint.best import Best, write_best
+from draftline.checkpoint.layout import steps_in
+from draftline.checkpoint.manifest import Identity
+from draftline.checkpoint.restore import Loaded, load_latest
+from draftline.checkpoint.write import Snapshot, retire, write_checkpoint
+from draftline.errors import CheckpointError, StallError
+from draftline.fsio import FileSystem, disk_failures_explained, require_space
+
+
+class Checkpointer:
+    """Saves and restores one run's state in the folder `root`. All calls come from one thread.
+
+    The caller owns the run's folder (folder.py). Use it as a context manager, and call `load_latest` first.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        identity: Identity,
+        *,
+        keep: int,
+        write_timeout_s: float,
+        fs: FileSystem | None = None,
+    ) -> None:
+        """Name the folder; nothing is touched yet.
+
+        Args:
+            root: Folder of the checkpoints; it is created, its parent exists.
+            identity: What a checkpoint must share with this run to be resumed.
+            keep: Newest checkpoints that stay, at least 2.
+            write_timeout_s: Seconds that one write may take before the run ends.
+            fs: Replaced by tests only.
+        """
+        assert keep >= 2, "with one checkpoint, a damaged one leaves nothing"
+        self._root, self._identity, self._keep = root, identity, keep
+        self._write_timeout_s = write_timeout_s
+        self._fs = fs or FileSystem()
+        self._best: Best | None = None
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._in_flight, self._deadline = 0, 0.0
+        self._ready = False
+
+    def load_latest(self) -> Loaded | None:
+        """Clear what a kill left behind and read the newest intact checkpoint, or None for a new run.
+
+        Raises:
+            CheckpointError: checkpoints exist but none is intact, or one cannot be read.
+            ConfigError: it belongs to a run with other settings or data (all differing keys are listed).
+        """
+        if not self._root.exists():
+            with disk_failures_explained(self._root.parent, "creating the folder of checkpoints"):
+                self._fs.make_folder(self._root)
+                self._fs.sync_folder(self._root.parent)
+        restored = load_latest(self._fs, self._root, self._identity)
+        self._best = restored.best
+        self._ready = True
+        return restored.loaded
+
+    @property
+    def best(self) -> Best | None:
+        """The checkpoint with the highest figure among the finished writes."""
+        return self._best
+
+    def save(self, snapshot: Snapshot, figure: float | None = None) -> None:
+        """Start writing a snapshot; returns when the previous write is done.
+
+        Args:
+            snapshot: State on the host; it must not change before `wait` or the next `save` returns.
+            figure: Evaluation figure of this state, higher is better. The best one is kept beyond retention.
+
+        Raises:
+            DiskFullError: less than twice the snapshot's size is free, or the previous write filled the disk.
+            StallError: the previous write passed its deadline.
+            CheckpointError: the previous write failed, or this step exists already.
+            ValueError, TypeError: the snapshot cannot be written (`Snapshot.require_writable`) or the figure
+                is not finite.
+        """
+        assert self._ready, "load_latest() comes first: it clears what a kill left behind"
+        self.wait()
+        snapshot.require_writable()
+        if figure is not None and not math.isfinite(figure):
+            raise ValueError(f"evaluation figure {figure} of step {snapshot.step} is not finite")
+        if any(step >= snapshot.step for step in steps_in(self._root)):
+            raise CheckpointError(f"{self._root} already holds step {snapshot.step} or a later one")
+        require_space(self._fs, self._root, snapshot.size)
+        self._start(snapshot, figure)
+
+    def _start(self, snapshot: Snapshot, figure: float | None) -> None:
+        self._in_flight = snapshot.step
+        self._deadline = time.monotonic() + self._write_timeout_s
+        # A daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, figure), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot, figure: float | None) -> None:
+        try:
+            with disk_failures_explained(self._root, f"writing the checkpoint of step {snapshot.step}"):
+                write_checkpoint(self._fs, self._root, snapshot, self._identity)
+                self._note_best(snapshot.step, figure)
+                faults.point("checkpoint", "retire", snapshot.step)
+                retire(self._fs, self._root, self._keep, self._best.step if self._best else None)
+        except BaseException as error:  # noqa: BLE001 - raised again by every later call
+            self._failure = error
+
+    def _note_best(self, step: int, figure: float | None) -> None:
+        if figure is not None and (self._best is None or figure > self._best.figure):
+            best = Best(step=step, figure=figure)
+            write_best(self._fs, self._root, best)
+            self._best = best
+
+    def check(self) -> None:
+        """Raise what a finished write failed with. Cheap: call it every step."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            StallError: the write passed its deadline.
+            DiskFullError, CheckpointError: it failed.
+        """
+        stall = self._stalled()
+        if stall is not None:
+            raise stall
+        self.check()
+
+    def _stalled(self) -> StallError | None:
+        if self._thread is None:
+            return None
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if not self._thread.is_alive():
+            return None
+        return StallError(
+            f"the checkpoint of step {self._in_flight} was not written within {self._write_timeout_s:g} s; "
+            f"is the disk of {self._root} slow or hanging? The previous checkpoint is intact"
+        )
+
+    def close(self) -> None:
+        """Finish the write in flight. Raises as `wait`."""
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish the write in flight; its failure is raised, or noted on the error that ends the run."""
+        late = self._stalled() or self._failure
+        if late is None or late is error:
+            return
+        if error is None:
+            raise late
+        error.add_note(f"and the last checkpoint failed: {late}")

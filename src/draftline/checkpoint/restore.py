@@ -1,0 +1,191 @@
+"""How a run resumes: the newest checkpoint whose every byte is what was written, or an error.
+
+A checkpoint that fails verification is moved to `quarantine/` (the resumed run will want its name) and named
+in the notes; the next older one is used. When some existed and none is good, starting afresh would silently
+throw the run away, so that is an error.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from draftline.checkpoint.best import BEST, Best, read_best
+from draftline.checkpoint.layout import QUARANTINE, TRASH, checkpoint_name, steps_in
+from draftline.checkpoint.manifest import Identity, Manifest, read_manifest, read_verified, require_same_run
+from draftline.checkpoint.sealed import BrokenCheckpointError
+from draftline.errors import CheckpointError
+from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
+
+_READERS = 4
+"""Threads that read and hash: SHA-256 of one file keeps one core busy, the disk feeds several."""
+
+_BROKEN = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EIO, errno.ENXIO)
+"""Read failures that condemn a checkpoint; others, such as permissions, do not."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint."""
+
+    path: Path
+    step: int
+    """Optimizer steps done."""
+    row: int
+    """Index of the next row."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """File name -> tensors, on the CPU."""
+    texts: Mapping[str, str]
+    """File name -> content."""
+    meta: Mapping[str, Any]
+    world: Mapping[str, Any]
+    """Layout that wrote it."""
+    notes: tuple[str, ...] = ()
+    """What the user must hear: unfinished writes removed, checkpoints quarantined, steps repeated."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a start found in a folder of checkpoints."""
+
+    loaded: Loaded | None
+    best: Best | None
+
+
+def load_latest(fs: FileSystem, root: Path, identity: Identity) -> Restored:
+    """Clear what a kill left behind and read the newest good checkpoint. The caller owns the folder's lock.
+
+    Raises:
+        CheckpointError: checkpoints exist and none is good, one is of a newer format, or the disk refuses.
+        DiskFullError: the disk is so full that not even a folder can be made.
+        ConfigError: it belongs to a run with other settings or data.
+    """
+    with disk_failures_explained(root, "preparing to resume"):
+        notes = _clear_leftovers(fs, root)
+        loaded = _newest_good(fs, root, identity, notes)
+        best = _checked_best(fs, root, notes)
+    if loaded is None:
+        return Restored(None, best)
+    return Restored(replace(loaded, notes=tuple(notes)), best)
+
+
+def _clear_leftovers(fs: FileSystem, root: Path) -> list[str]:
+    """Remove unfinished writes and half-deleted checkpoints; only the owner of the folder may."""
+    notes = []
+    for path in sorted(root.iterdir()):
+        if path.name.startswith((TEMPORARY, TRASH)):
+            remove_tree(fs, path)
+        if path.name.startswith(TEMPORARY) and path.name.removeprefix(TEMPORARY) != BEST:
+            notes.append(f"removed {path.name}, a checkpoint whose write was cut off")
+    return notes
+
+
+def _newest_good(fs: FileSystem, root: Path, identity: Identity, notes: list[str]) -> Loaded | None:
+    steps = steps_in(root)
+    for step in reversed(steps):
+        try:
+            loaded = _read(root / checkpoint_name(step), identity)
+        except BrokenCheckpointError as error:
+            notes.append(_quarantine(fs, root, checkpoint_name(step), error))
+            continue
+        if step != steps[-1]:
+            notes.append(f"resumed from step {step}; steps up to {steps[-1]} are trained again")
+        return loaded
+    if steps:
+        raise CheckpointError(
+            f"{root}: none of the {len(steps)} checkpoints is intact: {'; '.join(notes)}. Restore one from a "
+            "copy, or choose a new output folder to start again"
+        )
+    return None
+
+
+def _checked_best(fs: FileSystem, root: Path, notes: list[str]) -> Best | None:
+    try:
+        best = read_best(root)
+    except BrokenCheckpointError as error:
+        notes.append(_quarantine(fs, root, BEST, error))
+        return None
+    if best is not None and best.step not in steps_in(root):
+        notes.append(_quarantine(fs, root, BEST, f"it names step {best.step}, which is not there any more"))
+        return None
+    return best
+
+
+def _quarantine(fs: FileSystem, root: Path, name: str, reason: object) -> str:
+    """Move a bad entry away, keeping its bytes for inspection, and say so."""
+    folder = root / QUARANTINE
+    if not folder.exists():
+        fs.make_folder(folder)
+    place = next(path for n in count(1) if not (path := folder / f"{name}.{n}").exists())
+    fs.rename(root / name, place)
+    return f"{name} is damaged: {reason}; moved to {QUARANTINE}/{place.name}"
+
+
+def read_checkpoint(folder: Path) -> Loaded:
+    """Read and verify one checkpoint of any run, changing nothing; for export and evaluation.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of a newer format or unreadable.
+    """
+    try:
+        return _read(folder, None)
+    except BrokenCheckpointError as error:
+        raise CheckpointError(f"{folder} is not an intact checkpoint: {error}") from None
+
+
+def _read(folder: Path, identity: Identity | None) -> Loaded:
+    with _damage_or_trouble(folder):
+        if folder.is_symlink():
+            raise BrokenCheckpointError("it is a link, not a folder")
+        manifest = read_manifest(folder)
+    if identity is not None:
+        if checkpoint_name(manifest.step) != folder.name:
+            raise BrokenCheckpointError(f"its manifest is of step {manifest.step}")
+        require_same_run(manifest, identity, folder)
+    with _damage_or_trouble(folder):
+        return _read_files(folder, manifest)
+
+
+def _read_files(folder: Path, manifest: Manifest) -> Loaded:
+    def read(name: str) -> Mapping[str, Tensor] | str:
+        data = read_verified(folder, name, manifest.files[name])
+        return load(data) if manifest.files[name].kind == "tensors" else data.decode()
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        contents = dict(zip(manifest.files, readers.map(read, manifest.files), strict=True))
+    return Loaded(
+        path=folder,
+        step=manifest.step,
+        row=manifest.row,
+        tensors={name: content for name, content in contents.items() if not isinstance(content, str)},
+        texts={name: content for name, content in contents.items() if isinstance(content, str)},
+        meta=manifest.meta,
+        world=manifest.world,
+    )
+
+
+@contextmanager
+def _damage_or_trouble(folder: Path) -> Iterator[None]:
+    """Tell damage, which the next older checkpoint answers, from trouble outside the checkpoint."""
+    try:
+        yield
+    except (SafetensorError, ValueError) as error:
+        raise BrokenCheckpointError(str(error)) from None
+    except OSError as error:
+        where = Path(error.filename).name if error.filename else folder.name
+        if error.errno in _BROKEN:
+            raise BrokenCheckpointError(f"{where}: {error.strerror}") from None
+        raise CheckpointError(
+            f"{folder} cannot be read: {where}: {error.strerror}. It was left alone; make it readable and "
+            "run the same command again"
+        ) from error

@@ -1,0 +1,153 @@
+"""Faults on demand: named points in the code that do nothing unless a test armed them.
+
+    with armed(Fault(worker="drafter-1", where="step", at=10, kind="raise")) as plan:
+        run(...)
+    assert plan.fired
+
+A process under test is armed by `DRAFTLINE_FAULTS='[{"worker": ..., "where": ..., "at": ..., "kind": ...}]'`,
+which the command line reads with `arm_from_environment`. (The form of torchft's EventInjector.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from draftline.config import Frozen, parse_config
+from draftline.errors import ConfigError
+
+VARIABLE = "DRAFTLINE_FAULTS"
+
+
+class InjectedFaultError(Exception):
+    """What a fault of kind `raise` raises: an error that no code expects."""
+
+
+class Fault(Frozen):
+    """One fault; it fires once, when its point is passed."""
+
+    worker: str
+    """Worker that fails, such as `drafter-1`, `target-0` or `checkpoint`."""
+    where: str
+    """Name of the point inside that worker, such as `step`."""
+    at: int = Field(ge=0)
+    """Step or row at which it fires."""
+    kind: Literal["raise", "nan", "sleep", "hang", "oom", "kill", "terminate", "enospc"]
+    """raise: an unexpected error; nan: fills the tensor given to the point; sleep: waits; hang: waits in C
+    and holds the interpreter lock; oom: device out of memory; kill: SIGKILL to this process; terminate:
+    SIGTERM to it; enospc: a full disk."""
+    seconds: int = Field(default=3600, ge=1)
+    """Seconds of `sleep` and `hang`."""
+
+
+class FaultPlan:
+    """Armed faults, each of which fires once."""
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self._lock = threading.Lock()
+        self._waiting = list(faults)
+        self.fired: list[Fault] = []
+        """Faults that have happened, in order."""
+
+    def take(self, worker: str, where: str, at: int) -> Fault | None:
+        """The fault that is due at this point, now counted as fired."""
+        with self._lock:
+            for fault in self._waiting:
+                if (fault.worker, fault.where, fault.at) == (worker, where, at):
+                    self._waiting.remove(fault)
+                    self.fired.append(fault)
+                    return fault
+        return None
+
+
+_plan: FaultPlan | None = None
+
+
+def point(worker: str, where: str, at: int, tensor: Tensor | None = None) -> None:
+    """Pass a named point: nothing happens unless a fault is armed for it.
+
+    Args:
+        worker: Name of the worker that runs.
+        where: Name of the point.
+        at: Step or row.
+        tensor: Filled with NaN in place by a `nan` fault.
+    """
+    if _plan is None:
+        return
+    fault = _plan.take(worker, where, at)
+    if fault is not None:
+        _happen(fault, tensor)
+
+
+def _happen(fault: Fault, tensor: Tensor | None) -> None:
+    name = f"injected at {fault.worker}.{fault.where}({fault.at})"
+    match fault.kind:
+        case "raise":
+            raise InjectedFaultError(name)
+        case "nan":
+            assert tensor is not None, f"{name}: this point has no tensor to fill"
+            tensor.fill_(float("nan"))
+        case "sleep":
+            time.sleep(fault.seconds)
+        case "hang":
+            ctypes.PyDLL(None).sleep(fault.seconds)  # PyDLL keeps the interpreter lock during the call
+        case "oom":
+            raise torch.OutOfMemoryError(name)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+
+@contextmanager
+def armed(*faults: Fault) -> Iterator[FaultPlan]:
+    """Arm faults in this process for the duration of the block."""
+    global _plan  # noqa: PLW0603 - one process, one plan: the points must cost one comparison
+    before, _plan = _plan, FaultPlan(faults)
+    try:
+        yield _plan
+    finally:
+        _plan = before
+
+
+def arm_from_environment(environment: Mapping[str, str]) -> FaultPlan | None:
+    """Arm the faults of `DRAFTLINE_FAULTS` for the life of the process.
+
+    Raises:
+        ConfigError: the variable is not a JSON list of faults.
+    """
+    global _plan  # noqa: PLW0603 - see `armed`
+    text = environment.get(VARIABLE)
+    if text is None:
+        return None
+    _plan = FaultPlan(parse_faults(text))
+    return _plan
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Read a JSON list of faults strictly.
+
+    Raises:
+        ConfigError: not JSON, not a list, an unknown key or kind.
+    """
+    try:
+        items = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE} is not JSON: {error}") from None
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ConfigError(f"{VARIABLE} must be a JSON list of objects, got {text!r}")
+    return tuple(parse_config(Fault, item, f"{VARIABLE}[{index}]") for index, item in enumerate(items))

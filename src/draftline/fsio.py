@@ -1,0 +1,152 @@
+"""The few calls by which durable state is written, and what a full disk means.
+
+Whatever must survive a power cut goes through a `FileSystem`, call by call, so that a test can stop after the
+k-th call and drop everything that was not synced by then (tests/faults/disk.py). Reading needs no such care
+and uses the operating system directly.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftline.errors import CheckpointError, DiskFullError
+
+TEMPORARY = ".tmp-"
+"""Prefix of what is being written; found at a start, it was cut off and is removed."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+class FileSystem:
+    """The real file system. Every method is one step between two crash points and raises OSError."""
+
+    def make_folder(self, path: Path) -> None:
+        """Create one folder; its parent exists."""
+        path.mkdir()
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        """Create or replace a file; the content is durable only after `sync_file` and `sync_folder`."""
+        path.write_bytes(data)
+
+    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Create a safetensors file from contiguous CPU tensors."""
+        # safetensors replaces the file by a private one (mode 0600) that a server running as another user
+        # could not read; the umask of an ordinary file is what the user asked for.
+        path.touch()
+        mode = path.stat().st_mode & 0o777
+        with _safetensors_errors_as_os_errors(path):
+            save_file(dict(tensors), path, metadata={"format": "pt"})
+        path.chmod(mode)
+
+    def sync_file(self, path: Path) -> None:
+        """Force a file's content to the disk."""
+        _sync(path, os.O_RDONLY)
+
+    def sync_folder(self, path: Path) -> None:
+        """Force a folder's entries (creations, renames, removals) to the disk."""
+        _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def rename(self, source: Path, destination: Path) -> None:
+        """Give a file or folder another name in one step; a file at the destination is replaced."""
+        source.replace(destination)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove one file or symbolic link."""
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove one empty folder."""
+        path.rmdir()
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that this user may still write to the disk that holds `path`."""
+        return shutil.disk_usage(path).free
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _safetensors_errors_as_os_errors(path: Path) -> Iterator[None]:
+    """safetensors hides the errno in its message, and a full disk must be told from other failures."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = _OS_ERROR.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+
+
+@contextmanager
+def disk_failures_explained(folder: Path, doing: str) -> Iterator[None]:
+    """Turn an OSError into the error that names its exit code.
+
+    Raises:
+        DiskFullError: no space or quota left on the disk of `folder`.
+        CheckpointError: the disk refused for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError(
+                f"the disk of {folder} became full while {doing}; checkpoints already there are untouched. "
+                "Free some space and run the same command again"
+            ) from error
+        raise CheckpointError(
+            f"{doing} in {folder} failed: {error}. Checkpoints already there are untouched"
+        ) from error
+
+
+def require_space(fs: FileSystem, folder: Path, size: int) -> None:
+    """Refuse to start writing `size` bytes unless twice as much is free (the new copy, and a margin).
+
+    Raises:
+        DiskFullError: too little is free.
+    """
+    free = fs.free_bytes(folder)
+    if free < 2 * size:
+        raise DiskFullError(
+            f"{folder} has {_mib(free)} free and a checkpoint of {_mib(size)} needs {_mib(2 * size)}; free "
+            "some space or choose another output folder. Checkpoints already there are untouched"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def remove_tree(fs: FileSystem, path: Path) -> None:
+    """Remove a file, a link (never what it points to) or a folder with all it holds."""
+    if path.is_symlink() or not path.is_dir():
+        fs.remove_file(path)
+        return
+    for child in sorted(path.iterdir()):
+        remove_tree(fs, child)
+    fs.remove_folder(path)
+
+
+def replace_bytes(fs: FileSystem, path: Path, data: bytes) -> None:
+    """Replace a small file; a reader, at any moment or after a power cut, sees the old or the new content."""
+    temporary = path.with_name(TEMPORARY + path.name)
+    fs.write_bytes(temporary, data)
+    fs.sync_file(temporary)
+    fs.rename(temporary, path)
+    fs.sync_folder(path.parent)
