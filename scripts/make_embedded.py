@@ -77,9 +77,9 @@ class Recipe:
 
 RECIPES = {
     ("tiny", "cuda"): Recipe(row_tokens=256, batch=512, rows=400_000, learning_rate=3e-3),
-    ("tiny", "cpu"): Recipe(row_tokens=128, batch=16, rows=6_000, learning_rate=3e-3),
+    ("tiny", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=3e-3),
     ("hybrid", "cuda"): Recipe(row_tokens=128, batch=512, rows=400_000, learning_rate=4e-3),
-    ("hybrid", "cpu"): Recipe(row_tokens=128, batch=16, rows=6_000, learning_rate=4e-3),
+    ("hybrid", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=4e-3),
 }
 
 
@@ -209,7 +209,7 @@ def generate_corpus(tokenizer_json: str, recipe: Recipe) -> tuple[Tensor, Tensor
 def train(
     model: Any, corpus: tuple[Tensor, Tensor], recipe: Recipe, seconds: float, device: torch.device
 ) -> None:
-    """AdamW for a given time; the learning rate falls linearly to zero with it."""
+    """AdamW for a given time; the learning rate rises quickly and falls linearly to zero with it."""
     ids, supervised = (tensor.to(device) for tensor in corpus)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.05, fused=device.type == "cuda"
@@ -217,7 +217,7 @@ def train(
     generator = torch.Generator(device).manual_seed(0)
     start, step, used = time.monotonic(), 0, 0.0
     while used < 1.0:
-        warmup = min(1.0, (step + 1) / 100)
+        warmup = min(1.0, used / 0.03)
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * warmup * (1.0 - used)
         picked = torch.randint(len(ids), (recipe.batch,), device=device, generator=generator)
         loss = batch_loss(model, ids[picked].long(), supervised[picked])

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
 from draftline.errors import CheckpointError
 
+T = TypeVar("T", int, float, str, list[str], np.ndarray)
 Value = int | float | bool | str | list[str] | np.ndarray
 
 _MAGIC = b"GGUF"
@@ -110,6 +111,19 @@ class GgufFile:
     tensors: dict[str, TensorInfo]
     data: np.ndarray
     """uint8 [file bytes], memory-mapped."""
+
+    def value(self, key: str, kind: type[T]) -> T:
+        """Look up metadata of a known type.
+
+        Raises:
+            CheckpointError: the key is missing or holds another type.
+        """
+        found = self.metadata.get(key)
+        if not isinstance(found, kind):
+            raise CheckpointError(
+                f"{self.path}: metadata '{key}' is {found!r:.80}, not {kind.__name__}; it is another model"
+            )
+        return found
 
     def tensor(self, name: str) -> np.ndarray:
         """Read one tensor as float32, shaped `tensors[name].shape`.
