@@ -91,7 +91,7 @@ def decode_manifest(data: bytes) -> Manifest:
     body = unseal(data, MANIFEST)
     if isinstance(body.get("format"), int) and body["format"] > FORMAT:
         raise CheckpointError(
-            f"checkpoint format {body['format']} is newer than the {FORMAT} of this Draftline; update Draftline"
+            f"checkpoint format {body['format']} is newer than the {FORMAT} of this version; update Draftline"
         )
     try:
         manifest = Manifest.model_validate(body, strict=True)
