@@ -1,1 +1,35 @@
+"""Targets, conversations and prompts that come with the package, so that everything works offline.
 
+`tiny` and `hybrid` are chat models of this project's own, trained on the language of `grammar.py` by
+`scripts/make_embedded.py`; the conversations are what `tiny` itself answered.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+_HERE = Path(__file__).parent
+
+
+def embedded_path(name: Literal["tiny", "hybrid"]) -> Path:
+    """Folder of an embedded target, as `from_pretrained` of transformers takes it.
+
+    `tiny` has eight layers of full attention (Qwen3), `hybrid` three layers of gated delta rule for each one
+    of full attention (Qwen3.5). Both use the same tokenizer of 512 ids.
+    """
+    return _HERE / name
+
+
+def train_conversations() -> Path:
+    """Chat JSONL (gzip) of training prompts with `tiny`'s own greedy answers."""
+    return _HERE / "conversations.jsonl.gz"
+
+
+def test_prompts() -> Path:
+    """Chat JSONL of prompts that no training conversation contains, each with the name of its task."""
+    return _HERE / "test_prompts.jsonl"
+
+
+# pytest would collect this function wherever a test module imports it.
+test_prompts.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]
