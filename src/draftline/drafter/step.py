@@ -1,0 +1,119 @@
+"""One drafter's work on one row: forward, loss, backward, accumulation. No decision, no allocation by data.
+
+The step reads its row and taps at fixed addresses and adds to fixed accumulators, so that on CUDA the whole of
+it is one graph. What is compiled is given by the caller; on a CPU nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftline.config import DrafterSpec
+from draftline.data.transfer import DeviceRow
+from draftline.drafter.attention import Attend, flex_attend
+from draftline.drafter.blocks import block_positions, block_token_ids
+from draftline.drafter.loss import cross_entropy_chunk, frozen_head_loss
+from draftline.drafter.mask import MaskMod, mask_mod
+from draftline.drafter.model import Drafter
+from draftline.drafter.stats import row_stats, stats_size
+from draftline.drafter.tiled import query_tiles, tiled_attend
+from draftline.optim import FlatParameters
+
+Backend = Literal["flex", "sdpa"]
+Compile = Callable[[Callable[..., object]], Callable[..., object]]
+Window = tuple[int | None, bool]
+
+
+def layer_windows(spec: DrafterSpec) -> tuple[Window, ...]:
+    """(sliding window, causal inside the block) of each layer."""
+    return tuple((spec.window_of(layer), spec.causal_in_block(layer)) for layer in range(spec.num_layers))
+
+
+def distinct_windows(spec: DrafterSpec) -> tuple[Window, ...]:
+    """Each kind of layer once, in order of appearance; the order of a row's tables."""
+    return tuple(dict.fromkeys(layer_windows(spec)))
+
+
+def embed_blocks(row: DeviceRow, spec: DrafterSpec, embedding: Tensor, dtype: torch.dtype) -> Tensor:
+    """The target's raw embedding rows of every block token, scaled, [A * B, D]."""
+    ids = block_token_ids(row.input_ids, row.anchors, row.anchor_valid, spec.mask_token_id, spec.block_size)
+    return F.embedding(ids.flatten(), embedding).to(dtype) * spec.input_embedding_scale
+
+
+class DrafterStep:
+    """Forward and backward of one row, on one device, in one thread."""
+
+    def __init__(  # noqa: PLR0917 - the parts of a step, each named at the one place that builds it
+        self,
+        drafter: Drafter,
+        parameters: FlatParameters,
+        embedding: Tensor,  # [V, D]
+        head: Tensor,  # [V, D]
+        row: DeviceRow,
+        taps: Tensor,  # [T, K * D]
+        backend: Backend,
+        chunk_rows: int,
+        compile_function: Compile | None = None,
+    ) -> None:
+        self.drafter, self.parameters, self.row, self.taps = drafter, parameters, row, taps
+        self.spec, self.backend = drafter.spec, backend
+        self.embedding, self.head = embedding, head
+        self.chunk_rows = chunk_rows
+        self.dtype = parameters.weights.dtype
+        self.stats = torch.zeros(stats_size(self.spec.block_size), device=taps.device)
+        self._hidden: Callable[..., Tensor] = self.hidden
+        self._chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = cross_entropy_chunk
+        if compile_function is not None:
+            self._hidden = compile_function(self.hidden)  # pyright: ignore[reportAttributeAccessIssue]
+            self._chunk = compile_function(cross_entropy_chunk)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def hidden(self) -> Tensor:
+        """Final hidden states of every block token, [A * B, D]."""
+        row = self.row
+        blocks = block_positions(row.positions, row.anchors, self.spec.block_size)
+        return self.drafter(
+            embed_blocks(row, self.spec, self.embedding, self.dtype),
+            self.taps.to(self.dtype),
+            row.positions,
+            blocks.flatten(),
+            self._attend(),
+        )
+
+    def _attend(self) -> Attend:
+        row, windows = self.row, layer_windows(self.spec)
+        kinds = distinct_windows(self.spec)
+        rules = [self._rule(*kind) for kind in kinds]
+        kind_of = [kinds.index(window) for window in windows]
+        layer_rules = [rules[kind] for kind in kind_of]
+        if self.backend == "flex":
+            return flex_attend([row.tables[kind] for kind in kind_of], layer_rules)
+        tiles = query_tiles(row.anchors, row.anchor_valid, row.positions, self.spec.block_size)
+        return tiled_attend(tiles, layer_rules, row.positions.shape[0])
+
+    def _rule(self, window: int | None, causal: bool) -> MaskMod:  # noqa: FBT001 - a layer's kind, unpacked
+        row = self.row
+        return mask_mod(
+            row.anchors,
+            row.anchor_valid,
+            row.document_ids,
+            row.positions,
+            block_size=self.spec.block_size,
+            window=window,
+            causal=causal,
+        )
+
+    def run(self) -> None:
+        """Add the loaded row's gradients and sums to the accumulators."""
+        hidden = self._hidden()
+        loss = frozen_head_loss(
+            hidden, self.head, self.row.labels, self.row.weights, self.chunk_rows, self._chunk
+        )
+        gradients = torch.autograd.grad(hidden, self.parameters.parameters, loss.gradient)
+        self.parameters.accumulate(gradients)
+        with torch.no_grad():
+            self.stats += row_stats(loss, self.row.weights, self.row.anchor_valid)

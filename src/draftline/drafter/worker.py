@@ -1,0 +1,123 @@
+"""A drafter worker: a thread that learns from its rows and meets the other drafters once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftline.compiling.graphs import Step
+from draftline.config import OptimConfig
+from draftline.drafter.supply import Supply
+from draftline.errors import NonFiniteError
+from draftline.optim import ShardedAdamW, learning_rate
+from draftline.pipeline.reduce import Reducer, StepOutcome
+from draftline.pipeline.schedule import Schedule, StopLine
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimizer step did, on the host."""
+
+    step: int
+    stats: Tensor  # float32 [stats]
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    """Target tokens in this drafter's rows, padding excluded."""
+    rows: range
+
+
+class _Reading:
+    """A step's results on their way to the host; read one step late, so that no step waits for its own."""
+
+    def __init__(self, outcome: StepOutcome, step: int, lr: float, num_tokens: int, rows: range) -> None:
+        on_cuda = outcome.stats.is_cuda
+        self._meta = (step, lr, num_tokens, rows)
+        source = torch.cat([outcome.stats, outcome.norm[None]])
+        self._host = torch.empty(source.shape, pin_memory=on_cuda)
+        self._host.copy_(source, non_blocking=True)
+        self._event = torch.cuda.current_stream(source.device).record_event() if on_cuda else None
+
+    def finish(self) -> StepRecord:
+        """Wait for the copy and read it."""
+        if self._event is not None:
+            self._event.synchronize()
+        step, lr, num_tokens, rows = self._meta
+        return StepRecord(step, self._host[:-1], float(self._host[-1]), lr, num_tokens, rows)
+
+
+class DrafterWorker:
+    """The loop of one drafter; all logic lies in the step, the supply and the reducer."""
+
+    def __init__(  # noqa: PLR0917 - the parts of a worker, each named at the one place that builds it
+        self,
+        index: int,
+        supply: Supply,
+        step: Step,
+        reducer: Reducer,
+        optimizer: ShardedAdamW,
+        schedule: Schedule,
+        config: OptimConfig,
+        stop_line: StopLine,
+        on_record: Callable[[StepRecord], None],
+        is_boundary: Callable[[int], bool],
+        at_boundary: Callable[[int], None],
+    ) -> None:
+        """`on_record` gets every finished step; `at_boundary(step)` runs after a step that `is_boundary`,
+        once that step is known to be sound."""
+        self._index, self._supply, self._step = index, supply, step
+        self._reducer, self._optimizer = reducer, optimizer
+        self._schedule, self._config, self._stop_line = schedule, config, stop_line
+        self._on_record = on_record
+        self._is_boundary, self._at_boundary = is_boundary, at_boundary
+
+    def run(self) -> None:
+        """Train from the schedule's first step until its last, or until a stop was asked for.
+
+        Raises:
+            NonFiniteError: a gradient was not finite; its update was withheld.
+            StallError, AbortedError: see `Abort.wait`.
+        """
+        unread: _Reading | None = None
+        for step in range(self._schedule.first_step, self._schedule.num_steps):
+            if not self._stop_line.may_start(step):
+                break
+            reading = self._train(step)
+            if unread is not None:
+                self._report(unread.finish())
+            unread = reading
+            if self._is_boundary(step):
+                self._report(unread.finish())
+                unread = None
+                self._at_boundary(step)
+        if unread is not None:
+            record = unread.finish()
+            self._report(record)
+            self._at_boundary(record.step)
+
+    def _train(self, step: int) -> _Reading:
+        lr = learning_rate(self._config, step, self._schedule.num_steps)
+        self._optimizer.lr.fill_(lr)
+        num_tokens = 0
+        rows = self._schedule.rows_of_drafter(self._index, step)
+        for index in rows:
+            row = self._supply.load(index)
+            self._step.replay()
+            num_tokens += row.starts[-1]
+        return _Reading(self._reducer.reduce(self._index), step, lr, num_tokens, rows)
+
+    def _report(self, record: StepRecord) -> None:
+        if not torch.isfinite(self._host_values(record)).all():
+            raise NonFiniteError(
+                f"step {record.step}: gradient norm {record.grad_norm}, rows {record.rows.start}.."
+                f"{record.rows.stop - 1}; the update was withheld, the last checkpoint is good. Lower optim.lr, or "
+                "look at these rows with `draftline inspect`"
+            )
+        self._on_record(record)
+
+    @staticmethod
+    def _host_values(record: StepRecord) -> Tensor:
+        return torch.cat([record.stats, torch.tensor([record.grad_norm])])

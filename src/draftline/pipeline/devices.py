@@ -1,0 +1,81 @@
+"""A worker's place on a device, and the target's tensors there; copies are made once per device."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftline.target.load import Target
+
+
+@dataclass(frozen=True)
+class Place:
+    """Device and stream of one worker; a CPU has no stream."""
+
+    device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def on(cls, device: torch.device) -> Place:
+        """A place with a stream of its own."""
+        return cls(device, torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the calling thread's current device and stream."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def settle(self) -> None:
+        """Wait for this worker's own work; between the phases of start-up only."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class Replicas:
+    """The target's model, embedding and head on any device of the run."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._models: dict[torch.device, PreTrainedModel] = {target.device: target.model}
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {target.device: (target.embedding, target.head)}
+
+    def model(self, device: torch.device) -> PreTrainedModel:
+        """The whole target on `device`; workers there share its weights."""
+        with self._lock:
+            if device not in self._models:
+                self._models[device] = copy.deepcopy(self._target.model).to(device)
+                self._settle(device)
+            return self._models[device]
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Embedding and head [V, D] on `device`, for a drafter there."""
+        with self._lock:
+            if device in self._models:
+                model = self._models[device]
+                embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+                assert isinstance(embedding, Tensor) and isinstance(head, Tensor)
+                self._tables[device] = embedding.detach(), head.detach()
+            elif device not in self._tables:
+                embedding = self._target.embedding.to(device)
+                tied = self._target.head.data_ptr() == self._target.embedding.data_ptr()
+                self._tables[device] = embedding, embedding if tied else self._target.head.to(device)
+                self._settle(device)
+            return self._tables[device]
+
+    @staticmethod
+    def _settle(device: torch.device) -> None:
+        """The next user of the copy may be on another stream."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,205 @@
+"""The threads of a run: build every worker inside the gate, seal, let them run, hand events to the main thread.
+
+The main thread never touches a GPU, so that signals, the screen and deadlines are always served.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from draftline.compiling import gate, tripwire
+from draftline.compiling import seal as sealing
+from draftline.drafter.supply import ChannelSupply, LocalSupply, Supply
+from draftline.drafter.worker import DrafterWorker, StepRecord
+from draftline.data.feed import RowFeed
+from draftline.pipeline.build import BuiltDrafter, BuiltTarget, build_drafter, build_target
+from draftline.pipeline.channel import Channel, Slot
+from draftline.pipeline.devices import Place, Replicas
+from draftline.pipeline.job import Job
+from draftline.pipeline.reduce import Reducer
+from draftline.pipeline.schedule import StopLine
+from draftline.pipeline.state import ShardState
+from draftline.pipeline.supervise import Abort, Supervisor
+from draftline.target.worker import TargetWorker
+
+LOADER_THREADS = 2
+"""Host threads that build rows; one alone makes about two million tokens a second."""
+LEAVE_S = 5.0
+"""Seconds that workers get to leave after a failure."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker is built and proved."""
+
+    worker: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A drafter has done its last step."""
+
+    index: int
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class TargetFinished:
+    """A target has done its last row."""
+
+    index: int
+    wait_s: float
+    rows: int
+
+
+Event = Ready | StepRecord | ShardState | Finished | TargetFinished
+
+
+class Engine:
+    """One training run's workers. `events()` yields what they report until all of them have ended."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.abort = Abort()
+        self.stop_line = StopLine()
+        self._supervisor = Supervisor(self.abort)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._replicas = Replicas(job.target)
+        self._pool = ThreadPoolExecutor(LOADER_THREADS, thread_name_prefix="loader")
+        self._go = self.abort.condition()
+        self._released = False
+        stall = job.deadlines.stall_timeout_s
+        self._reducer = Reducer(len(job.plan.drafters), self.abort, stall)
+        self._channels: dict[int, Channel] = {}
+        self._num_workers = len(job.plan.drafters) + (len(job.plan.targets) if job.plan.mode == "split" else 0)
+
+    def events(self) -> Iterator[Event | None]:
+        """Start everything and yield reports; None about ten times a second when there are none.
+
+        Raises:
+            The first failure of any worker.
+        """
+        try:
+            with tripwire.armed():
+                self._start()
+                yield from self._until_ready()
+                # A CPU run compiles nothing, so the seal would only forbid what others in the process do.
+                sealed = sealing.seal() if self.job.plan.backend == "flex" else None
+                try:
+                    self._release()
+                    yield from self._until_finished()
+                    if sealed is not None:
+                        sealed.check()
+                finally:
+                    if sealed is not None:
+                        sealing.unseal()
+        finally:
+            self.abort.raise_now()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._supervisor.join(LEAVE_S)
+
+    def _start(self) -> None:
+        plan = self.job.plan
+        if plan.mode == "split":
+            for index, device in enumerate(plan.targets):
+                self._launch(f"target-{index}", lambda i=index, p=Place.on(device): self._run_target(i, p))
+        for index, device in enumerate(plan.drafters):
+            self._launch(f"drafter-{index}", lambda i=index, p=Place.on(device): self._run_drafter(i, p))
+
+    def _launch(self, name: str, work: Callable[[], None]) -> None:
+        self._supervisor.start(name, work)
+
+    def _until_ready(self) -> Iterator[Event | None]:
+        num_ready = 0
+        while num_ready < self._num_workers and not self.abort.raised:
+            event = self._next_event()
+            num_ready += isinstance(event, Ready)
+            yield event
+
+    def _until_finished(self) -> Iterator[Event | None]:
+        num_drafters = len(self.job.plan.drafters)
+        while num_drafters and not self.abort.raised:
+            event = self._next_event()
+            num_drafters -= isinstance(event, Finished)
+            yield event
+        while not self._events.empty():
+            yield self._events.get_nowait()
+
+    def _next_event(self) -> Event | None:
+        try:
+            return self._events.get(timeout=0.1)
+        except queue.Empty:
+            return None
+
+    def _release(self) -> None:
+        with self._go:
+            self._released = True
+            self._go.notify_all()
+
+    def _line_up(self, name: str, notes: tuple[str, ...]) -> None:
+        """Report readiness and wait until every worker is built and the run is sealed."""
+        self._events.put(Ready(name, notes))
+        with self._go:
+            seconds = self.job.deadlines.startup_timeout_s
+            self.abort.wait(self._go, lambda: self._released, seconds, "the other workers to start")
+
+    def _run_target(self, index: int, place: Place) -> None:
+        name, job = threading.current_thread().name, self.job
+        with place.entered():
+            with self._building(name):
+                built = build_target(job, self._replicas, place, name)
+            self._line_up(name, built.notes)
+            channels = [self._channels[m] for m in range(len(job.plan.drafters))]
+            worker = TargetWorker(built.forward, built.step, channels, job.schedule, self.abort)
+            worker.run(self._feed(job.schedule.rows_of_target(index)))
+            place.settle()
+        self._events.put(TargetFinished(index, worker.wait_s, worker.rows_done))
+
+    def _run_drafter(self, index: int, place: Place) -> None:
+        name, job = threading.current_thread().name, self.job
+        with place.entered():
+            with self._building(name):
+                target = build_target(job, self._replicas, place, name) if job.plan.mode == "colocated" else None
+                taps = target.forward.out if target else None
+                built = build_drafter(job, self._replicas, place, name, index, taps)
+                self._reducer.join(index, built.member)
+                supply = self._supply(index, built, target)
+            self._line_up(name, built.notes + (target.notes if target else ()))
+            worker = DrafterWorker(
+                index,
+                supply,
+                built.step,
+                self._reducer,
+                built.member.optimizer,
+                job.schedule,
+                job.optim,
+                self.stop_line,
+                self._events.put,
+                job.is_boundary,
+                lambda step: self._events.put(built.shard_state(step + 1, index)),
+            )
+            worker.run()
+            place.settle()
+        self._events.put(Finished(index, supply.wait_s))
+
+    def _supply(self, index: int, built: BuiltDrafter, target: BuiltTarget | None) -> Supply:
+        job = self.job
+        if target is not None:
+            feed = self._feed(job.schedule.rows_of_target(index))
+            return LocalSupply(feed, target.forward, target.step, built.row)
+        slots = [Slot(built.taps.new_zeros(built.taps.shape)) for _ in range(job.plan.channel_slots)]
+        first = job.schedule.first_row_of_drafter(index)
+        stride, seconds = len(job.plan.drafters), job.deadlines.stall_timeout_s
+        self._channels[index] = Channel(slots, first, stride, self.abort, seconds)
+        return ChannelSupply(self._channels[index], built.row, built.taps)
+
+    def _feed(self, indices: Iterator[int]) -> RowFeed:
+        return RowFeed(self.job.source, indices, self._pool, self.job.deadlines.stall_timeout_s)
+
+    def _building(self, name: str):  # noqa: ANN202 - the gate's own context manager
+        return gate.compiling(name, deadline_s=self.job.deadlines.startup_timeout_s, check=self.abort.check)

@@ -1,0 +1,53 @@
+"""What a training run consists of, resolved: plain records that the engine's workers read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig
+from draftline.data.rows import RowShape, RowSource
+from draftline.pipeline.plan import Plan
+from draftline.pipeline.schedule import Schedule
+from draftline.target.forward import Form
+from draftline.target.load import Target
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that workers need to know; nothing in it changes while they run."""
+
+    spec: DrafterSpec
+    plan: Plan
+    schedule: Schedule
+    shape: RowShape
+    source: RowSource
+    target: Target
+    form: Form
+    max_documents: int
+    """Most documents that one row can hold."""
+    optim: OptimConfig
+    loss: LossConfig
+    deadlines: DeadlineConfig
+    boundaries: frozenset[int]
+    """Multiples: after step s the state is taken when s + 1 is a multiple of one of them."""
+    seed: int
+    initial: Mapping[str, Tensor] | None = None
+    """Weights to start from, by name; None draws them from the seed."""
+    resumed: Mapping[str, Tensor] | None = None
+    """State by `KIND.NAME` as `TrainingState` holds it, when a checkpoint is resumed."""
+
+    def is_boundary(self, step: int) -> bool:
+        """Whether the state is taken after step `step`."""
+        done = step + 1
+        return done == self.schedule.num_steps or any(done % every == 0 for every in self.boundaries)
+
+
+def max_documents(source_lengths: Tensor, token_budget: int) -> int:
+    """Most documents that fit a row when none appears in it twice: the shortest ones together."""
+    shortest, _ = torch.sort(source_lengths)
+    total = torch.cumsum(shortest[: token_budget].long(), dim=0)
+    return max(1, int((total <= token_budget).sum()))

@@ -1,0 +1,140 @@
+"""Where everything runs: decided once before anything loads, printed, and never changed afterwards."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from draftline.config import PlacementConfig
+from draftline.drafter.step import Backend
+from draftline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placement of a run's workers. In a colocated plan target i and drafter i are one worker."""
+
+    mode: Literal["split", "colocated"]
+    targets: tuple[torch.device, ...]
+    drafters: tuple[torch.device, ...]
+    backend: Backend
+    drafter_dtype: torch.dtype
+    channel_slots: int
+    cpu_threads: int
+    """Threads of one operator on a CPU."""
+
+    def describe(self) -> list[str]:
+        """The plan as lines for a person."""
+        kernel = {"flex": "compiled block-sparse flex_attention", "sdpa": "SDPA with a boolean mask, tile by tile"}
+        devices = {
+            "split": f"targets on {_names(self.targets)}, drafters on {_names(self.drafters)}",
+            "colocated": f"each of {_names(self.drafters)} runs target and drafter in turn",
+        }
+        return [
+            f"placement   {self.mode}: {devices[self.mode]}",
+            f"attention   {self.backend}: {kernel[self.backend]}",
+            f"drafter     computes in {str(self.drafter_dtype).removeprefix('torch.')}, masters in float32",
+        ]
+
+
+def _names(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(f"{devices.count(d)} x {d}" if devices.count(d) > 1 else str(d) for d in dict.fromkeys(devices))
+
+
+def available_devices() -> tuple[torch.device, ...]:
+    """All CUDA devices, or the CPU."""
+    count = torch.cuda.device_count()
+    return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
+
+
+def make_plan(config: PlacementConfig) -> Plan:
+    """Resolve every `auto`.
+
+    Raises:
+        ConfigError: a device does not exist, target and drafter lists do not fit the mode, or the attention
+            backend cannot train on the devices.
+    """
+    mode, targets, drafters = _place(config)
+    kinds = {device.type for device in (*targets, *drafters)}
+    if len(kinds) > 1:
+        raise ConfigError(f"placement mixes {' and '.join(sorted(kinds))}; use devices of one kind")
+    on_cuda = kinds == {"cuda"}
+    return Plan(
+        mode=mode,
+        targets=targets,
+        drafters=drafters,
+        backend=_choose_backend(config.attention, on_cuda=on_cuda),
+        drafter_dtype=_choose_dtype(config.drafter_dtype, on_cuda=on_cuda),
+        channel_slots=config.channel_slots,
+        cpu_threads=max(1, (os.cpu_count() or 1) // _num_workers(mode, targets, drafters)),
+    )
+
+
+def _num_workers(mode: str, targets: tuple[torch.device, ...], drafters: tuple[torch.device, ...]) -> int:
+    return len(drafters) + (len(targets) if mode == "split" else 0)
+
+
+def _place(
+    config: PlacementConfig,
+) -> tuple[Literal["split", "colocated"], tuple[torch.device, ...], tuple[torch.device, ...]]:
+    named = [_parse(name) for name in (config.targets or ())], [_parse(name) for name in (config.drafters or ())]
+    targets, drafters = (tuple(devices) for devices in named)
+    everything = available_devices()
+    if config.mode == "auto":
+        split = bool(targets and drafters) or len(everything) > 1
+        mode: Literal["split", "colocated"] = "split" if split else "colocated"
+    else:
+        mode = config.mode
+    if mode == "colocated":
+        both = drafters or targets or everything
+        if targets and drafters and targets != drafters:
+            raise ConfigError(
+                "placement.mode=colocated runs target and drafter on the same devices, but placement.targets and "
+                "placement.drafters differ; name one of them, or use mode: split"
+            )
+        return mode, both, both
+    if not targets or not drafters:
+        if len(everything) == 1:
+            targets, drafters = targets or everything, drafters or everything
+        else:
+            half = len(everything) // 2
+            targets, drafters = targets or everything[:-half], drafters or everything[-half:]
+    return mode, targets, drafters
+
+
+def _parse(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"placement names the device {name!r}; write cpu, or cuda:0, cuda:1, ...") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = device.index or 0
+    if device.type != "cuda" or index >= count:
+        raise ConfigError(f"placement asks for {name}, but this machine has {count} CUDA devices; use fewer, or cpu")
+    return torch.device("cuda", index)
+
+
+def _choose_backend(wanted: str, *, on_cuda: bool) -> Backend:
+    if wanted == "flex" and not on_cuda:
+        raise ConfigError(
+            "placement.attention=flex cannot train on a CPU (PyTorch has no flex_attention backward there); use "
+            "attention: sdpa or auto"
+        )
+    if wanted == "sdpa" and on_cuda:
+        raise ConfigError(
+            "placement.attention=sdpa is the CPU's backend: dense attention on a GPU is several times slower and "
+            "needs gigabytes for its scores; use attention: flex or auto"
+        )
+    return "flex" if on_cuda else "sdpa"
+
+
+def _choose_dtype(wanted: str, *, on_cuda: bool) -> torch.dtype:
+    if wanted == "auto":
+        return torch.bfloat16 if on_cuda else torch.float32
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype

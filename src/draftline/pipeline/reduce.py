@@ -1,0 +1,116 @@
+"""Gradient reduction between the drafters of one process: fixed order, sharded, no NCCL.
+
+Drafter m owns the m-th shard: it reads that shard's gradients from all drafters, adds them in drafter order,
+steps, and everyone copies the new shard back. A fixed order makes a run repeatable; device-to-device copies
+and events replace messages. Between the phases the threads meet, with a deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftline.optim import FlatParameters, ShardedAdamW
+from draftline.pipeline.supervise import Abort
+
+
+class Meeting:
+    """A barrier that can be aborted, at which streams hand each other events."""
+
+    def __init__(self, size: int, abort: Abort, seconds: float) -> None:
+        self._size, self._abort, self._seconds = size, abort, seconds
+        self._condition = abort.condition()
+        self._round = 0
+        self._events: list[torch.cuda.Event | None] = []
+        self._handed: list[torch.cuda.Event | None] = []
+
+    def meet(self, device: torch.device, what: str) -> None:
+        """Return when everyone is here; this thread's stream then waits for all work queued before.
+
+        Raises:
+            StallError, AbortedError: see `Abort.wait`.
+        """
+        if self._size == 1:
+            return
+        event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        with self._condition:
+            here = self._round
+            self._events.append(event)
+            if len(self._events) == self._size:
+                self._handed, self._events = self._events, []
+                self._round += 1
+                self._condition.notify_all()
+            self._abort.wait(
+                self._condition, lambda: self._round > here, self._seconds, f"the other drafters at {what}"
+            )
+            events = self._handed
+        for other in events:
+            if other is not None:
+                torch.cuda.current_stream(device).wait_event(other)
+
+
+@dataclass
+class Member:
+    """One drafter's part in the reduction."""
+
+    parameters: FlatParameters
+    optimizer: ShardedAdamW
+    stats: Tensor  # float32 [stats]; summed over the rows of the step
+    square_sum: Tensor  # float32 []
+
+    @property
+    def device(self) -> torch.device:
+        """Where this drafter computes."""
+        return self.stats.device
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Device results of one optimizer step, identical on every drafter."""
+
+    stats: Tensor  # float32 [stats]
+    norm: Tensor  # float32 []; gradient norm before clipping
+
+
+class Reducer:
+    """Joins the members' gradients and steps the sharded optimizer."""
+
+    def __init__(self, size: int, abort: Abort, seconds: float) -> None:
+        self._members: list[Member | None] = [None] * size
+        self._meeting = Meeting(size, abort, seconds)
+
+    def join(self, index: int, member: Member) -> None:
+        """Enter a drafter; before the first step."""
+        self._members[index] = member
+
+    def reduce(self, index: int) -> StepOutcome:
+        """Finish the optimizer step for drafter `index`; called by every drafter's own thread."""
+        members = [member for member in self._members if member is not None]
+        own = members[index]
+        self._meeting.meet(own.device, "the end of the rows")
+        _sum_in_order(own.optimizer.gradient, [m.parameters.gradients[own.optimizer.slice] for m in members])
+        stats = torch.empty_like(own.stats)
+        _sum_in_order(stats, [m.stats for m in members])
+        own.square_sum.copy_(own.optimizer.square_sum())
+        self._meeting.meet(own.device, "the gradient norm")
+        square_sum = torch.empty_like(own.square_sum)
+        _sum_in_order(square_sum, [m.square_sum for m in members])
+        norm = own.optimizer.update(square_sum, stats[1])  # stats[1] is the total slot weight
+        own.parameters.gradients.zero_()
+        own.stats.zero_()
+        self._meeting.meet(own.device, "the update")
+        for other in members:
+            if other is not own:
+                shard = other.optimizer.slice
+                own.parameters.weights[shard].copy_(other.parameters.weights[shard], non_blocking=True)
+        return StepOutcome(stats=stats, norm=norm)
+
+
+def _sum_in_order(out: Tensor, parts: list[Tensor]) -> None:
+    """out = parts[0] + parts[1] + ..., always in that order, whatever device a part is on."""
+    if out.data_ptr() != parts[0].data_ptr():
+        out.copy_(parts[0], non_blocking=True)
+    for part in parts[1:]:
+        out.add_(part.to(out.device, non_blocking=True))

@@ -1,0 +1,124 @@
+"""Document-isolated attention for a target's packed row, registered with transformers by name.
+
+Two kernels, chosen once when a worker is built and shown in the plan: PyTorch's variable-length attention
+(CUDA, half precision) and SDPA with an explicit boolean mask (CPU, or float32). Both read the row's document
+bounds from a `Packing` that the worker owns, so nothing depends on how a model family builds its masks
+(transformers' defaults leak across packed documents silently).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "draftline_packed"
+Kernel = Literal["varlen", "mask"]
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """varlen where its kernels exist (CUDA, half precision), the explicit mask elsewhere."""
+    return "varlen" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "mask"
+
+
+@dataclass
+class Packing:
+    """Document bounds of the row in work; tensors keep their addresses for the life of a captured graph."""
+
+    cu_seqlens: Tensor  # int32 [max_documents + 1], padded with the row's length
+    document_ids: Tensor  # int32 [tokens]; -1 is padding
+    max_document: int
+    """Tokens of the longest document that may come."""
+    kernel: Kernel
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """Kernel "mask" only: boolean [tokens, tokens] for each sliding window, made on first use in a row."""
+
+    def mask(self, window: int | None) -> Tensor:
+        """True where a query may see a key: same document, not later, inside the window."""
+        if window not in self.masks:
+            index = torch.arange(self.document_ids.shape[0], device=self.document_ids.device)
+            visible = (self.document_ids[:, None] == self.document_ids[None]) & (index[:, None] >= index[None])
+            if window is not None:
+                visible &= index[:, None] - index[None] < window
+            self.masks[window] = visible
+        return self.masks[window]
+
+
+class UnsupportedPackingError(Exception):
+    """This attention uses something that packed rows cannot express; run documents as a batch instead."""
+
+
+def attach(model: nn.Module, packing: Packing) -> None:
+    """Give every attention module of one worker's model that worker's packing."""
+    for module in model.modules():
+        if hasattr(module, "num_key_value_groups") or module.__class__.__name__.endswith("Attention"):
+            module.draftline_packing = packing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, tokens, head_dim]
+    key: Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface; returns [1, tokens, heads, head_dim].
+
+    Raises:
+        UnsupportedPackingError: soft-capped scores, attention sinks, or a mask from the model.
+    """
+    if softcap is not None or s_aux is not None or attention_mask is not None or dropout:
+        raise UnsupportedPackingError("soft-capped scores, attention sinks and own masks need the batched form")
+    packing: Packing = module.draftline_packing  # pyright: ignore[reportAssignmentType]
+    if packing.kernel == "varlen":
+        return _varlen(packing, query, key, value, scaling, sliding_window), None
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=packing.mask(sliding_window), scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+def _varlen(
+    packing: Packing, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - CUDA builds only
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    left = -1 if window is None else window - 1  # the window counts the current token
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        packing.cu_seqlens,
+        packing.cu_seqlens,
+        packing.max_document,
+        packing.max_document,
+        scale=scaling,
+        window_size=(left, 0),
+        **_grouped_heads(),
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+@cache
+def _grouped_heads() -> dict[str, bool]:
+    """torch 2.11 takes grouped heads as they are; later versions want to be told."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - CUDA builds only
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention)

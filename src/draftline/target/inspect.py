@@ -1,0 +1,156 @@
+"""From a target's configuration to a complete drafter architecture: taps, mask token, shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from draftline.config import DrafterConfig, DrafterSpec
+from draftline.errors import ConfigError
+from draftline.target.load import text_config
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Tapped layers by the published rule (z-lab dflash, `build_target_layer_ids`).
+
+    0-based ids of layers whose outputs are read: evenly spread from layer 1 to layer N-3, halves rounded to
+    even; a single tap is the middle layer.
+    """
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
+def resolve_target_layer_ids(wanted: DrafterConfig, num_target_layers: int) -> tuple[int, ...]:
+    """The taps in use: the ones given (negative ids count from the end), else the published rule.
+
+    Raises:
+        ConfigError: an id is out of range or named twice.
+    """
+    given = wanted.target_layer_ids
+    ids = given or default_target_layer_ids(num_target_layers, wanted.num_taps)
+    resolved = tuple(i + num_target_layers if i < 0 else i for i in ids)
+    outside = [i for i, r in zip(ids, resolved, strict=True) if not 0 <= r < num_target_layers]
+    if outside:
+        raise ConfigError(f"tap {outside[0]} is outside the target's layers 0..{num_target_layers - 1}")
+    if len(set(resolved)) != len(resolved):
+        fix = "name each layer once" if given else f"use fewer drafter.num_taps (now {wanted.num_taps})"
+        raise ConfigError(
+            f"taps {list(resolved)} name a layer twice; the target has {num_target_layers} layers; {fix}"
+        )
+    return resolved
+
+
+def resolve_mask_token_id(wanted: int | None, tokenizer: PreTrainedTokenizerBase, head_rows: int) -> int:
+    """Embedding row that stands for a token to be drafted; the target must never write it.
+
+    Order: the one given, the tokenizer's mask token, the first row beyond the tokenizer (padded head).
+
+    Raises:
+        ConfigError: none can be found, or the one given is outside the head, ends text, pads, or is text.
+    """
+    length = len(tokenizer)
+    mask = wanted if wanted is not None else tokenizer.mask_token_id
+    if mask is None and head_rows > length:
+        return length
+    if mask is None:
+        raise ConfigError(
+            f"the target has no mask token and no spare embedding row ({head_rows} rows, {length} tokens); set "
+            "drafter.mask_token_id to a special token that the target never writes"
+        )
+    _refuse_unsafe_mask(int(mask), tokenizer, head_rows)
+    return int(mask)
+
+
+def _refuse_unsafe_mask(mask: int, tokenizer: PreTrainedTokenizerBase, head_rows: int) -> None:
+    if not 0 <= mask < head_rows:
+        raise ConfigError(f"mask_token_id={mask} is outside the target's {head_rows} embedding rows")
+    if mask in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        raise ConfigError(
+            f"mask_token_id={mask} is the target's end-of-text or padding token; choose a reserved token that is "
+            "neither"
+        )
+    added = tokenizer.added_tokens_decoder
+    special = mask in tokenizer.all_special_ids or (mask in added and added[mask].special)
+    if mask < len(tokenizer) and not special:
+        token = tokenizer.convert_ids_to_tokens(mask)
+        raise ConfigError(
+            f"mask_token_id={mask} is the ordinary token {token!r}, which the target may write; choose a special token"
+        )
+
+
+def resolve_spec(
+    wanted: DrafterConfig, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head_rows: int, scale: float
+) -> DrafterSpec:
+    """Fill in everything that follows from the target.
+
+    Only rope theta is copied of the target's rope settings: a partial factor or m-rope in a drafter's config
+    is honoured by engines but not by training (dflash.md 1.5).
+
+    Args:
+        head_rows: rows of the target's output head, V.
+        scale: factor on the target's embedding rows.
+
+    Raises:
+        ConfigError: taps, mask token or layer types cannot work.
+    """
+    text = text_config(target)
+    num_layers = wanted.num_layers
+    layer_types = wanted.layer_types or ("full_attention",) * num_layers
+    _check_layer_types(wanted, layer_types)
+    heads = wanted.num_heads or text.num_attention_heads
+    return DrafterSpec(
+        hidden_size=text.hidden_size,
+        intermediate_size=wanted.intermediate_size or _field(text, "intermediate_size", 3 * text.hidden_size),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=wanted.num_kv_heads or _field(text, "num_key_value_heads", heads),
+        head_dim=wanted.head_dim or _field(text, "head_dim", text.hidden_size // text.num_attention_heads),
+        vocab_size=head_rows,
+        rms_norm_eps=_field(text, "rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(text),
+        max_position_embeddings=_field(text, "max_position_embeddings", 32768),
+        block_size=wanted.block_size,
+        mask_token_id=resolve_mask_token_id(wanted.mask_token_id, tokenizer, head_rows),
+        target_layer_ids=resolve_target_layer_ids(wanted, text.num_hidden_layers),
+        num_target_layers=text.num_hidden_layers,
+        layer_types=tuple(layer_types),
+        sliding_window=wanted.sliding_window if "sliding_attention" in layer_types else None,
+        input_embedding_scale=scale,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _check_layer_types(wanted: DrafterConfig, layer_types: tuple[str, ...]) -> None:
+    if len(layer_types) != wanted.num_layers:
+        raise ConfigError(f"drafter.layer_types has {len(layer_types)} entries for num_layers={wanted.num_layers}")
+    if "sliding_attention" in layer_types and wanted.sliding_window is None:
+        raise ConfigError("drafter.layer_types has sliding layers; set drafter.sliding_window (tokens, such as 2048)")
+    if wanted.sliding_window is not None and wanted.sliding_window < wanted.block_size:
+        raise ConfigError(
+            f"drafter.sliding_window={wanted.sliding_window} is smaller than block_size={wanted.block_size}"
+        )
+
+
+def _rope_theta(text: PreTrainedConfig) -> float:
+    rope: dict[str, Any] = _field(text, "rope_parameters", {}) or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 keeps one set of parameters per layer type
+    return float(rope.get("rope_theta", _field(text, "default_theta", 10000.0)))
+
+
+def _field(config: PreTrainedConfig, name: str, default: Any) -> Any:
+    """A foreign configuration's attribute; families differ in which they have."""
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+def stop_token_ids(model_eos: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end an answer: the generation config's and the tokenizer's end-of-text."""
+    listed = model_eos if isinstance(model_eos, list) else [model_eos]
+    ids = {i for i in [*listed, tokenizer.eos_token_id] if i is not None}
+    return tuple(sorted(ids))
