@@ -1,0 +1,263 @@
+"""One record of any common form becomes one Conversation (or ready token ids).
+
+Known forms: chat messages, ShareGPT, prompt and response, token ids with a mask, prompt and completion ids.
+Nothing here knows a tokenizer or a template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from draftline.data.reasons import Reason, UnusableRow
+
+KNOWN_FORMS = (
+    "messages=[{role, content}], conversations=[{from, value}], prompt + response, prompt + completion, "
+    "instruction + output, input_ids + loss_mask, prompt_ids + completion_ids"
+)
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+_PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
+_MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "labels")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Normalised turns. Every message has `role` and text `content`; an assistant's may also have
+    `reasoning_content`, and `tool_calls` whose arguments are mappings."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    truncated: bool = False
+    """The last answer was cut off by a length limit, not ended by its writer."""
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """Indices of the assistant's messages."""
+        return tuple(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+
+    @property
+    def key(self) -> str:
+        """Content hash, 16 hexadecimal digits: the same turns have the same key in any file and any order."""
+        return content_key([list(self.messages), self.tools])
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that needs no template: ids, and which of them the target wrote."""
+
+    input_ids: tuple[int, ...]
+    supervised: tuple[bool, ...]
+    truncated: bool = False
+
+    @property
+    def key(self) -> str:
+        """Content hash, 16 hexadecimal digits."""
+        return content_key([self.input_ids, self.supervised])
+
+
+def content_key(value: Any) -> str:
+    """Hash of a JSON value that does not depend on the order of keys."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def parse_record(record: Any) -> Conversation | TokenRow:
+    """Read one record of any known form.
+
+    Raises:
+        UnusableRow: the record is malformed (`reason.malformed`), or holds nothing to learn from.
+    """
+    if not isinstance(record, dict):
+        raise UnusableRow(Reason.NOT_A_ROW, f"a {type(record).__name__}; known forms: {KNOWN_FORMS}")
+    if "input_ids" in record or "prompt_ids" in record:
+        return _token_row(record)
+    messages = [_message(raw) for raw in _raw_messages(record)]
+    return Conversation(tuple(messages), _tools(record.get("tools")), _is_truncated(record))
+
+
+def trim_to_last_answer(conversation: Conversation) -> Conversation:
+    """Leave out what follows the last answer, and refuse turns that no model would meet.
+
+    Raises:
+        UnusableRow: no assistant turn, an empty one, or two turns of the same kind in a row.
+    """
+    messages = conversation.messages
+    if not messages:
+        raise UnusableRow(Reason.NO_MESSAGES)
+    if not conversation.answers:
+        only_system = all(message["role"] in ("system", "developer") for message in messages)
+        raise UnusableRow(Reason.SYSTEM_ONLY if only_system else Reason.USER_ONLY)
+    kept = messages[: conversation.answers[-1] + 1]
+    for index, message in enumerate(kept):
+        _refuse_repeated_role(kept, index)
+        if message["role"] == "assistant" and not _says_something(message):
+            raise UnusableRow(Reason.EMPTY_ASSISTANT, f"message {index}")
+    return Conversation(kept, conversation.tools, conversation.truncated)
+
+
+def has_reasoning(message: dict[str, Any]) -> bool:
+    """Whether an assistant's message holds text that was thought before the answer."""
+    return bool(message.get("reasoning_content", "").strip()) or "</think>" in message["content"]
+
+
+def _refuse_repeated_role(messages: tuple[dict[str, Any], ...], index: int) -> None:
+    role = messages[index]["role"]
+    if index and role in ("user", "assistant") and messages[index - 1]["role"] == role:
+        raise UnusableRow(Reason.ROLES, f"messages {index - 1} and {index} are both '{role}'")
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _raw_messages(record: dict[str, Any]) -> list[Any]:
+    for key in ("messages", "conversations", "conversation"):
+        if key in record:
+            turns = _decoded(record[key])
+            if not isinstance(turns, list):
+                raise UnusableRow(
+                    Reason.NOT_A_ROW, f"'{key}' is a {type(turns).__name__}, not a list of turns"
+                )
+            system = record.get("system")
+            return [{"role": "system", "content": system}, *turns] if system else turns
+    for ask, answer in _PAIRS:
+        if ask in record:
+            return _pair(record, ask, answer)
+    raise UnusableRow(Reason.NOT_A_ROW, f"keys {sorted(record)[:8]}; known forms: {KNOWN_FORMS}")
+
+
+def _pair(record: dict[str, Any], ask: str, answer: str) -> list[Any]:
+    # "prompt" opens two forms; the one whose answer is there wins.
+    if answer not in record and ask == "prompt" and "completion" in record:
+        answer = "completion"
+    prompt, response = record[ask], record.get(answer)
+    if extra := record.get("input"):
+        prompt = f"{prompt}\n\n{extra}"
+    asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if response is None:
+        answered = []
+    else:
+        answered = response if isinstance(response, list) else [{"role": "assistant", "content": response}]
+    system = record.get("system")
+    return ([{"role": "system", "content": system}] if system else []) + asked + answered
+
+
+def _message(raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise UnusableRow(Reason.NOT_A_ROW, f"a message is a {type(raw).__name__}, not an object")
+    named = raw.get("role", raw.get("from"))
+    if not isinstance(named, str):
+        raise UnusableRow(Reason.NOT_A_ROW, f"a message without 'role'; its keys are {sorted(raw)[:8]}")
+    role = _ROLES.get(named.lower(), named.lower())
+    message: dict[str, Any] = {"role": role, "content": _text(raw.get("content", raw.get("value")))}
+    for key in _REASONING:
+        if isinstance(raw.get(key), str) and raw[key]:
+            message["reasoning_content"] = raw[key]
+            break
+    if named == "function_call":
+        message |= {"content": "", "tool_calls": _tool_calls(message["content"])}
+    elif raw.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(raw["tool_calls"])
+    for key in ("name", "tool_call_id"):
+        if isinstance(raw.get(key), str):
+            message[key] = raw[key]
+    return message
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_part_text(part) for part in content)
+    raise UnusableRow(Reason.NOT_TEXT, f"a {type(content).__name__}")
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise UnusableRow(Reason.NOT_TEXT, f"a part of type {kind!r}")
+
+
+def _tool_calls(raw: Any) -> list[dict[str, Any]]:
+    calls = _decoded(raw)
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise UnusableRow(Reason.NOT_A_ROW, f"tool_calls is a {type(calls).__name__}")
+    return [_tool_call(_decoded(call)) for call in calls]
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    function = _decoded(call.get("function", call)) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnusableRow(Reason.NOT_A_ROW, f"a tool call without a function name: {str(call)[:80]}")
+    arguments = _decoded(function.get("arguments", function.get("parameters")) or {})
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _decoded(value: Any) -> Any:
+    """Read JSON that was stored as a string (tables cannot hold mixed types); any other value is itself."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
+
+
+def _tools(raw: Any) -> tuple[dict[str, Any], ...] | None:
+    tools = _decoded(raw)
+    if not tools:
+        return None
+    decoded = [_decoded(tool) for tool in (tools if isinstance(tools, list) else [tools])]
+    if not all(isinstance(tool, dict) for tool in decoded):
+        raise UnusableRow(Reason.NOT_A_ROW, "'tools' is not a list of objects")
+    return tuple(decoded)
+
+
+def _is_truncated(record: dict[str, Any]) -> bool:
+    return record.get("finish_reason") == "length" or record.get("truncated") is True
+
+
+def _token_row(record: dict[str, Any]) -> TokenRow:
+    if "prompt_ids" in record:
+        prompt, completion = _ids(record, "prompt_ids"), _ids(record, "completion_ids")
+        mask = (False,) * len(prompt) + (True,) * len(completion)
+        return TokenRow(prompt + completion, mask, _is_truncated(record))
+    ids = _ids(record, "input_ids")
+    name = next((name for name in _MASKS if name in record), None)
+    if name is None:
+        raise UnusableRow(Reason.NOT_A_ROW, f"input_ids without a mask; give one of {', '.join(_MASKS)}")
+    flags = _ids(record, name)
+    if len(flags) != len(ids):
+        raise UnusableRow(Reason.LENGTHS_DIFFER, f"{len(ids)} input_ids, {len(flags)} in '{name}'")
+    # Labels mark what is not supervised by -100, masks by 0.
+    mask = tuple(flag != -100 if name == "labels" else bool(flag) for flag in flags)
+    return TokenRow(ids, mask, _is_truncated(record))
+
+
+def _ids(record: dict[str, Any], name: str) -> tuple[int, ...]:
+    values = record.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise UnusableRow(Reason.NOT_A_ROW, f"'{name}' is not a list of integers")
+    return tuple(values)

@@ -1,0 +1,104 @@
+"""Look at any document: its text with the supervised tokens marked, on a terminal or as a page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from draftline.data.document import Document
+from draftline.data.encoding import decode
+from draftline.data.store import TokenStore
+from draftline.errors import DataError
+
+SUPERVISED_STYLE = "black on green3"
+"""Colours of what the target wrote."""
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 14px/1.6 ui-monospace, monospace; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #ccc; padding: 1rem; }}
+mark {{ background: #b8f0c0; }}
+mark i, span i {{ font-style: normal; border-right: 1px solid #0003; }}
+</style>
+<h1>{title}</h1><p>Marked: what the target wrote, and so what the drafter learns.</p>
+{body}
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens that are all supervised, or all not."""
+
+    text: str
+    supervised: bool
+
+
+def segments(tokenizer: PreTrainedTokenizerBase, document: Document) -> list[Segment]:
+    """The decoded text of a document, cut where supervision begins and ends."""
+    borders = np.flatnonzero(np.diff(document.supervised)) + 1
+    return [
+        Segment(decode(tokenizer, ids.tolist()), bool(mask[0]))
+        for ids, mask in zip(
+            np.split(document.input_ids, borders), np.split(document.supervised, borders), strict=True
+        )
+        if len(ids)
+    ]
+
+
+def marked_text(parts: Sequence[Segment], *, colour: bool) -> Text:
+    """Segments as rich text: coloured, or with [[ ]] round what is supervised where there is no colour."""
+    text = Text()
+    for part in parts:
+        if colour:
+            text.append(part.text, style=SUPERVISED_STYLE if part.supervised else "dim")
+        else:
+            text.append(f"[[{part.text}]]" if part.supervised else part.text)
+    return text
+
+
+def select_documents(store: TokenStore, *, document: int | None, source: int | None) -> list[int]:
+    """Documents by their own number, or all that came from one source row.
+
+    Raises:
+        DataError: there is none; the message gives the range, or says that the row was dropped.
+    """
+    if document is not None:
+        if not 0 <= document < len(store):
+            raise DataError(f"document {document} is not in {store.path}: it holds 0 to {len(store) - 1}")
+        return [document]
+    if source is None:
+        return list(range(min(3, len(store))))
+    found = np.flatnonzero(store.sources() == source)
+    if not len(found):
+        raise DataError(f"source row {source} gave no document; report.json says why rows were dropped")
+    return found.tolist()
+
+
+def write_html(
+    path: Path, store: TokenStore, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]
+) -> None:
+    """A page of documents, each token separated, supervised ones marked."""
+    body = "\n".join(_document_html(store, tokenizer, number) for number in numbers)
+    path.write_text(_PAGE.format(title=html.escape(store.path.name), body=body), encoding="utf-8")
+
+
+def _document_html(store: TokenStore, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
+    entry = store.entry(number)
+    document = entry.document
+    parts = [
+        f"<{tag}>{html.escape(part.text)}</{tag}>"
+        for part in segments(tokenizer, document)
+        for tag in ("mark" if part.supervised else "span",)
+    ]
+    share = document.supervised.mean()
+    return (
+        f"<h2>document {number}</h2><p>source row {entry.source}, {len(document)} tokens, "
+        f"{int(document.supervised.sum())} supervised ({share:.0%})</p><pre>{''.join(parts)}</pre>"
+    )

@@ -1,0 +1,167 @@
+"""The tokenizer's own chat template, asked for two things: the prompt before an answer, and the text with it.
+
+What the target generates is what follows the generation prompt, up to and with its end-of-turn token. So
+the border of an answer is found by rendering `messages[:i]` with a generation prompt and `messages[:i + 1]`
+without, and needs no list of template names. Templates that carry `{% generation %}` tags say which turns are
+meant; the edges of their marks (headers, newlines after the end of turn, empty think blocks) are checked
+against the border.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from draftline.data.reasons import Reason, UnusableRow
+from draftline.errors import DataError
+
+Span = tuple[int, int]
+Objects = Sequence[dict[str, Any]]
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_SWITCHES = ("enable_thinking", "thinking")
+
+# A template is a program from elsewhere: these are what a sandboxed one can raise on input it did not expect.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How conversations are rendered."""
+
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """The template's thinking switch: on, off, or by whether the answer itself holds reasoning."""
+    turns: Literal["all", "last"] = "all"
+    """Which answers of a conversation are supervised."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Further variables for the template, as a server would be given them."""
+    template: str | None = None
+    """Jinja text to use instead of the tokenizer's own."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the target's answer, besides the tokenizer's eos."""
+
+
+class ChatTemplate:
+    """A tokenizer's template, with the facts about it that marking answers needs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self._source = _template_source(tokenizer, options)
+        variables = _undeclared_variables(self._source)
+        self.switch = next((name for name in _SWITCHES if name in variables), None)
+        """The variable that turns thinking on and off, or None."""
+        self.has_tags = _GENERATION_TAG.search(self._source) is not None
+        """Whether the template marks what the assistant generates."""
+        self.end_strings = _special_strings(tokenizer)
+        """Control tokens that can end a turn, longest first."""
+        self.stop_strings = _stop_strings(tokenizer, options.stop_token_ids)
+        """Tokens after which the target stops."""
+
+    @property
+    def source(self) -> str:
+        """The Jinja text in use."""
+        return self._source
+
+    def prompt(self, messages: Objects, tools: Objects | None, *, think: bool) -> str:
+        """What the target is given before it writes the next turn.
+
+        Raises:
+            UnusableRow: the template refuses these turns.
+        """
+        return self._render(messages, tools, think=think, generation_prompt=True)[0]
+
+    def text(self, messages: Objects, tools: Objects | None, *, think: bool) -> tuple[str, list[Span]]:
+        """The turns as text, and the characters that the template's own tags mark (none without tags).
+
+        Raises:
+            UnusableRow: the template refuses these turns.
+        """
+        return self._render(messages, tools, think=think, generation_prompt=False)
+
+    def _render(
+        self, messages: Objects, tools: Objects | None, *, think: bool, generation_prompt: bool
+    ) -> tuple[str, list[Span]]:
+        variables = {**self.tokenizer.special_tokens_map, **self.options.variables}
+        if self.switch is not None and self.switch not in self.options.variables:
+            variables[self.switch] = think
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=self._source,
+                return_assistant_tokens_mask=self.has_tags,
+                add_generation_prompt=generation_prompt,
+                **variables,
+            )
+        except _TEMPLATE_FAILURES as error:
+            raise UnusableRow(Reason.REFUSED, f"{type(error).__name__}: {error}") from None
+        texts, marks = rendered
+        return texts[0], marks[0] if marks else []
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """trl's variant of this tokenizer's template with generation tags; None without trl or a variant."""
+    try:
+        import trl.chat_template_utils as trl  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    try:
+        return trl.get_training_chat_template(tokenizer)
+    except ValueError:
+        return None
+
+
+def _template_source(tokenizer: PreTrainedTokenizerBase, options: TemplateOptions) -> str:
+    if options.template is not None:
+        return options.template
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise DataError(
+            f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; give one (template=...), or "
+            "prepare rows of input_ids + loss_mask, which need none"
+        )
+    return template
+
+
+def _undeclared_variables(source: str) -> frozenset[str]:
+    # Only parsed, never rendered, so that escaping does not matter.
+    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols], autoescape=True)
+    try:
+        parsed = environment.parse(_GENERATION_TAG.sub("", source))
+        return frozenset(jinja2.meta.find_undeclared_variables(parsed))
+    except jinja2.TemplateSyntaxError as error:
+        where = f"line {error.lineno}: {error.message}"
+        raise DataError(f"the chat template is not valid Jinja, {where}") from None
+
+
+def _special_strings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple(sorted({*added, *_eos(tokenizer)} - {""}, key=len, reverse=True))
+
+
+def _stop_strings(tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]) -> frozenset[str]:
+    named = (str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in stop_token_ids)
+    return frozenset({*_eos(tokenizer), *named})
+
+
+def _eos(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    return (str(tokenizer.eos_token),) if tokenizer.eos_token else ()

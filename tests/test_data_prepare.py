@@ -1,0 +1,175 @@
+"""From a file of conversations to a token store: what is kept, what is counted, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftline.data.encoding import decode
+from draftline.data.fingerprint import hash_tokenizer
+from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.reasons import Note, Reason
+from draftline.data.store import open_store
+from draftline.errors import DataError
+from tests.data_tokenizer import CHATML, make_tokenizer
+
+APPLES = {
+    "messages": [
+        {"role": "user", "content": "How many apples?"},
+        {"role": "assistant", "content": "There are three apples."},
+    ]
+}
+FOX = {"prompt": "Who jumps over the lazy dog?", "response": "The quick brown fox \U0001f98a jumps."}
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def supervised_texts(store_path: Path, tokenizer: Any) -> list[str]:
+    store = open_store(store_path)
+    documents = [store.document(index) for index in range(len(store))]
+    return [decode(tokenizer, document.input_ids[document.supervised].tolist()) for document in documents]
+
+
+def test_the_supervised_text_is_the_answer_and_its_end_of_turn(tmp_path):
+    tokenizer = make_tokenizer()
+    report = prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES, FOX]), tokenizer, tmp_path / "store")
+    assert report.rows == report.kept == report.documents == 2
+    assert supervised_texts(tmp_path / "store", tokenizer) == [
+        "There are three apples.<|im_end|>",
+        "The quick brown fox \U0001f98a jumps.<|im_end|>",
+    ]
+
+
+def test_documents_come_in_the_order_of_the_source_with_their_lengths(tmp_path):
+    rows = [{"prompt": "n " * n, "response": f"answer {n}"} for n in range(1, 40)]
+    tokenizer = make_tokenizer()
+    prepare(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, tmp_path / "store")
+    store = open_store(tmp_path / "store", hash_tokenizer(tokenizer))
+    assert len(store) == 39
+    assert store.lengths.dtype == np.int32
+    assert [len(store.document(index)) for index in range(39)] == store.lengths.tolist()
+    assert [store.entry(index).source for index in range(39)] == list(range(39))
+
+
+def test_every_row_that_is_not_kept_is_counted_with_its_reason(tmp_path):
+    rows = [
+        APPLES,
+        {"messages": []},
+        {"messages": [{"role": "system", "content": "Be brief."}]},
+        {"prompt": "no answer"},
+        {"prompt": "empty answer", "response": "  "},
+        {"messages": [*APPLES["messages"][:1], *APPLES["messages"]]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, APPLES["messages"][1]]},
+    ]
+    report = prepare(write_jsonl(tmp_path / "a.jsonl", rows), make_tokenizer(), tmp_path / "store")
+    assert report.dropped == {
+        Reason.NO_MESSAGES: 1,
+        Reason.SYSTEM_ONLY: 1,
+        Reason.USER_ONLY: 1,
+        Reason.EMPTY_ASSISTANT: 1,
+        Reason.ROLES: 1,
+        Reason.NOT_TEXT: 1,
+    }
+    assert report.rows == report.kept + sum(report.dropped.values())
+    assert "a.jsonl:5" in report.examples[Reason.EMPTY_ASSISTANT]
+
+
+def test_a_second_run_reads_nothing_again_and_changes_no_byte(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES, FOX])
+    first = prepare(source, make_tokenizer(), tmp_path / "store")
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()}
+    assert prepare(source, make_tokenizer(), tmp_path / "store") == first
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()} == before
+
+
+@pytest.mark.parametrize("change", ["source", "options", "template"])
+def test_any_change_of_what_it_is_made_from_makes_the_store_again(tmp_path, change):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES, FOX])
+    prepare(source, make_tokenizer(), tmp_path / "store")
+    key = open_store(tmp_path / "store").manifest["key"]
+    options = PrepareOptions(max_length=20) if change == "options" else PrepareOptions()
+    template = "{# second version #}" + CHATML if change == "template" else CHATML
+    if change == "source":
+        write_jsonl(source, [FOX, APPLES])
+    prepare(source, make_tokenizer(template), tmp_path / "store", options)
+    assert open_store(tmp_path / "store").manifest["key"] != key
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+def test_a_store_of_another_tokenizer_is_refused_with_both_hashes(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES])
+    tokenizer, other = make_tokenizer(), make_tokenizer()
+    other.add_tokens(["fox"])
+    prepare(source, tokenizer, tmp_path / "store")
+    for attempt in (
+        lambda: open_store(tmp_path / "store", hash_tokenizer(other)),
+        lambda: prepare(source, other, tmp_path / "store"),
+    ):
+        with pytest.raises(DataError) as error:
+            attempt()
+        assert hash_tokenizer(tokenizer)[:16] in str(error.value)
+        assert hash_tokenizer(other)[:16] in str(error.value)
+    prepare(source, other, tmp_path / "store", overwrite=True)
+    open_store(tmp_path / "store", hash_tokenizer(other))
+
+
+def test_a_folder_that_is_no_store_is_never_overwritten(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(DataError, match="not a token store"):
+        prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), make_tokenizer(), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_corrupt_shard_is_named_before_anything_is_read(tmp_path):
+    prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES, FOX]), make_tokenizer(), tmp_path / "store")
+    shard = tmp_path / "store" / "shard-00000.arrow"
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"shard-00000\.arrow is corrupt"):
+        open_store(tmp_path / "store")
+
+
+def test_a_long_document_is_clipped_and_counted_a_long_prompt_dropped(tmp_path):
+    rows = [APPLES, {"prompt": "apples " * 50, "response": "yes"}, {"prompt": "go", "response": "fox " * 90}]
+    options = PrepareOptions(max_length=32)
+    report = prepare(write_jsonl(tmp_path / "a.jsonl", rows), make_tokenizer(), tmp_path / "store", options)
+    assert report.notes[Note.CLIPPED] == 1
+    assert report.dropped == {Reason.PROMPT_TOO_LONG: 1}
+    assert open_store(tmp_path / "store").lengths.max() == 32
+
+
+@pytest.mark.parametrize(("choice", "kept"), [("keep", 2), ("drop", 1)])
+def test_a_truncated_answer_is_kept_or_dropped_as_asked_and_counted(tmp_path, choice, kept):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES, {**FOX, "finish_reason": "length"}])
+    report = prepare(source, make_tokenizer(), tmp_path / "store", PrepareOptions(truncated=choice))
+    assert report.kept == kept
+    assert report.notes.get(Note.TRUNCATED, 0) + report.dropped.get(Reason.TRUNCATED, 0) == 1
+
+
+def test_rows_without_any_mark_stop_the_run_and_show_one_of_them(tmp_path):
+    rows = [{"input_ids": [40, 41, 42], "loss_mask": [0, 0, 0]}] * 10
+    tokenizer = make_tokenizer()
+    with pytest.raises(DataError, match="no supervised token") as error:
+        prepare(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, tmp_path / "store")
+    assert decode(tokenizer, [40, 41, 42]) in str(error.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_several_processes_write_the_same_store_as_one(tmp_path):
+    rows = [{"prompt": f"question {n}", "response": f"answer {n} " * (n % 7 + 1)} for n in range(900)]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    for workers in (1, 2):
+        options = PrepareOptions(workers=workers)
+        prepare(source, make_tokenizer(), tmp_path / f"store{workers}", options)
+    one, two = (open_store(tmp_path / f"store{workers}").manifest for workers in (1, 2))
+    assert one["shards"] == two["shards"]
+    assert one["key"] == two["key"]
