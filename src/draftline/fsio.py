@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from draftline.errors import CheckpointError, DiskFullError
 
@@ -25,7 +20,6 @@ TEMPORARY = ".tmp-"
 """Prefix of what is being written; found at a start, it was cut off and is removed."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class FileSystem:
@@ -38,16 +32,6 @@ class FileSystem:
     def write_bytes(self, path: Path, data: bytes) -> None:
         """Create or replace a file; the content is durable only after `sync_file` and `sync_folder`."""
         path.write_bytes(data)
-
-    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Create a safetensors file from contiguous CPU tensors."""
-        # safetensors replaces the file by a private one (mode 0600) that a server running as another user
-        # could not read; the umask of an ordinary file is what the user asked for.
-        path.touch()
-        mode = path.stat().st_mode & 0o777
-        with _safetensors_errors_as_os_errors(path):
-            save_file(dict(tensors), path, metadata={"format": "pt"})
-        path.chmod(mode)
 
     def sync_file(self, path: Path) -> None:
         """Force a file's content to the disk."""
@@ -80,18 +64,6 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _safetensors_errors_as_os_errors(path: Path) -> Iterator[None]:
-    """safetensors hides the errno in its message, and a full disk must be told from other failures."""
-    try:
-        yield
-    except SafetensorError as error:
-        code = _OS_ERROR.search(str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 @contextmanager

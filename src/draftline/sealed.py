@@ -9,8 +9,8 @@ from typing import Any
 _SEAL = "self_sha256"
 
 
-class BrokenCheckpointError(Exception):
-    """A file or folder that is not what was written. Restoring turns it into a note or a CheckpointError."""
+class DamagedError(Exception):
+    """A file or folder that is not what was written. Whoever reads it turns it into a note or a DraftlineError."""
 
 
 def canonical(value: Any) -> bytes:
@@ -37,17 +37,17 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
     """The body of a sealed file, accepting only the exact bytes that `seal` gives for it.
 
     Raises:
-        BrokenCheckpointError: not JSON, not an object, or any byte differs; `name` is named.
+        DamagedError: not JSON, not an object, or any byte differs; `name` is named.
     """
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BrokenCheckpointError(f"{name} is not JSON ({error})") from None
+        raise DamagedError(f"{name} is not JSON ({error})") from None
     if not isinstance(body, dict):
-        raise BrokenCheckpointError(f"{name} holds {type(body).__name__}, not an object")
+        raise DamagedError(f"{name} holds {type(body).__name__}, not an object")
     body.pop(_SEAL, None)
     if not _is_sealed(body, data):
-        raise BrokenCheckpointError(f"{name} does not match its own checksum")
+        raise DamagedError(f"{name} does not match its own checksum")
     return body
 
 

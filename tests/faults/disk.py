@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from draftline.fsio import FileSystem
+from draftline.checkpoint.files import CheckpointFileSystem
 
 
 class PowerCut(BaseException):
@@ -63,7 +63,7 @@ def scan(path: Path) -> Node:
     return Folder(entries, dict(entries))
 
 
-class PowerCutDisk(FileSystem):
+class PowerCutDisk(CheckpointFileSystem):
     """The real file system under `root` until call number `stop_at` (from 0), which raises PowerCut.
 
     A `sync` that is call number `skip` does nothing, which is how each of them is shown to be needed.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftline.checkpoint import Checkpointer, Identity, Loaded, Snapshot
-from draftline.fsio import FileSystem
+from draftline.checkpoint.files import CheckpointFileSystem
 
 IDENTITY = Identity(config={"optim": {"lr": 6e-4, "steps": 100}, "seed": 3}, data={"sha256": "ab" * 32})
 
@@ -36,11 +36,11 @@ def values(seed: int, width: int) -> Tensor:
     return torch.randn(width, width, generator=torch.Generator().manual_seed(seed))
 
 
-def checkpointer(root: Path, fs: FileSystem | None = None, keep: int = 2) -> Checkpointer:
+def checkpointer(root: Path, fs: CheckpointFileSystem | None = None, keep: int = 2) -> Checkpointer:
     return Checkpointer(root, IDENTITY, keep=keep, write_timeout_s=20, fs=fs)
 
 
-def save_steps(root: Path, *steps: int, fs: FileSystem | None = None) -> None:
+def save_steps(root: Path, *steps: int, fs: CheckpointFileSystem | None = None) -> None:
     """Save these steps, each complete before the next."""
     with checkpointer(root, fs) as saver:
         saver.load_latest()

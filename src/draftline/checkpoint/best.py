@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from draftline.checkpoint.sealed import BrokenCheckpointError, seal, unseal
 from draftline.config import Frozen
 from draftline.fsio import FileSystem, replace_bytes
 from draftline.names import read_regular
+from draftline.sealed import DamagedError, seal, unseal
 
 BEST = "best.json"
 
@@ -26,16 +26,16 @@ def read_best(root: Path) -> Best | None:
     """The recorded best, or None when nothing was evaluated yet.
 
     Raises:
-        BrokenCheckpointError: `best.json` is not what was written.
+        DamagedError: `best.json` is not what was written.
     """
     try:
         return Best.model_validate(unseal(read_regular(root, BEST, 4096), BEST))
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise BrokenCheckpointError(f"{BEST}: {error.errors()[0]['msg']}") from None
+        raise DamagedError(f"{BEST}: {error.errors()[0]['msg']}") from None
     except ValueError as error:
-        raise BrokenCheckpointError(f"{BEST}: {error}") from None
+        raise DamagedError(f"{BEST}: {error}") from None
 
 
 def write_best(fs: FileSystem, root: Path, best: Best) -> None:

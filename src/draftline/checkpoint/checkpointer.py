@@ -15,12 +15,13 @@ from typing import Self
 
 from draftline import faults
 from draftline.checkpoint.best import Best, write_best
+from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.checkpoint.layout import steps_in
 from draftline.checkpoint.manifest import Identity
 from draftline.checkpoint.restore import Loaded, load_latest
 from draftline.checkpoint.write import Snapshot, retire, write_checkpoint
 from draftline.errors import CheckpointError, StallError
-from draftline.fsio import FileSystem, disk_failures_explained, require_space
+from draftline.fsio import disk_failures_explained, require_space
 
 
 class Checkpointer:
@@ -36,7 +37,7 @@ class Checkpointer:
         *,
         keep: int,
         write_timeout_s: float,
-        fs: FileSystem | None = None,
+        fs: CheckpointFileSystem | None = None,
     ) -> None:
         """Name the folder; nothing is touched yet.
 
@@ -50,7 +51,7 @@ class Checkpointer:
         assert keep >= 2, "with one checkpoint, a damaged one leaves nothing"
         self._root, self._identity, self._keep = root, identity, keep
         self._write_timeout_s = write_timeout_s
-        self._fs = fs or FileSystem()
+        self._fs = fs or CheckpointFileSystem()
         self._best: Best | None = None
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from draftline.checkpoint.sealed import BrokenCheckpointError, canonical, seal, sha256_hex, unseal
 from draftline.config import Frozen
 from draftline.errors import CheckpointError, ConfigError
 from draftline.names import UnsafeNameError, plain_name, read_regular
 from draftline.redact import redact
+from draftline.sealed import DamagedError, canonical, seal, sha256_hex, unseal
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -84,7 +84,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Read `manifest.json`, accepting only the exact bytes that `encode_manifest` gives.
 
     Raises:
-        BrokenCheckpointError: not JSON, another checksum, a missing or unknown key, a wrong type, or a file
+        DamagedError: not JSON, another checksum, a missing or unknown key, a wrong type, or a file
             name that is not one plain component.
         CheckpointError: written by a newer Draftline.
     """
@@ -99,11 +99,9 @@ def decode_manifest(data: bytes) -> Manifest:
             plain_name(name)
     except ValidationError as error:
         first = error.errors()[0]
-        raise BrokenCheckpointError(
-            f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from None
+        raise DamagedError(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except UnsafeNameError as error:
-        raise BrokenCheckpointError(f"{MANIFEST}: {error}") from None
+        raise DamagedError(f"{MANIFEST}: {error}") from None
     return manifest
 
 
@@ -116,14 +114,14 @@ def read_verified(folder: Path, name: str, entry: FileEntry) -> bytes:
     """Read one file; the bytes that were hashed are the bytes returned, so nothing can change in between.
 
     Raises:
-        BrokenCheckpointError: the size or the SHA-256 is another than the manifest's.
+        DamagedError: the size or the SHA-256 is another than the manifest's.
         ValueError, OSError: as `read_regular`.
     """
     data = read_regular(folder, name, entry.bytes)
     if len(data) != entry.bytes:
-        raise BrokenCheckpointError(f"{name} has {len(data)} bytes, the manifest says {entry.bytes}")
+        raise DamagedError(f"{name} has {len(data)} bytes, the manifest says {entry.bytes}")
     if sha256_hex(data) != entry.sha256:
-        raise BrokenCheckpointError(f"{name} does not match its SHA-256")
+        raise DamagedError(f"{name} does not match its SHA-256")
     return data
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from draftline.checkpoint.best import BEST, Best, read_best
 from draftline.checkpoint.layout import QUARANTINE, TRASH, checkpoint_name, steps_in
 from draftline.checkpoint.manifest import Identity, Manifest, read_manifest, read_verified, require_same_run
-from draftline.checkpoint.sealed import BrokenCheckpointError
 from draftline.errors import CheckpointError
 from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
+from draftline.sealed import DamagedError
 
 _READERS = 4
 """Threads that read and hash: SHA-256 of one file keeps one core busy, the disk feeds several."""
@@ -95,7 +95,7 @@ def _newest_good(fs: FileSystem, root: Path, identity: Identity, notes: list[str
     for step in reversed(steps):
         try:
             loaded = _read(root / checkpoint_name(step), identity)
-        except BrokenCheckpointError as error:
+        except DamagedError as error:
             notes.append(_quarantine(fs, root, checkpoint_name(step), error))
             continue
         if step != steps[-1]:
@@ -112,7 +112,7 @@ def _newest_good(fs: FileSystem, root: Path, identity: Identity, notes: list[str
 def _checked_best(fs: FileSystem, root: Path, notes: list[str]) -> Best | None:
     try:
         best = read_best(root)
-    except BrokenCheckpointError as error:
+    except DamagedError as error:
         notes.append(_quarantine(fs, root, BEST, error))
         return None
     if best is not None and best.step not in steps_in(root):
@@ -139,18 +139,18 @@ def read_checkpoint(folder: Path) -> Loaded:
     """
     try:
         return _read(folder, None)
-    except BrokenCheckpointError as error:
+    except DamagedError as error:
         raise CheckpointError(f"{folder} is not an intact checkpoint: {error}") from None
 
 
 def _read(folder: Path, identity: Identity | None) -> Loaded:
     with _damage_or_trouble(folder):
         if folder.is_symlink():
-            raise BrokenCheckpointError("it is a link, not a folder")
+            raise DamagedError("it is a link, not a folder")
         manifest = read_manifest(folder)
     if identity is not None:
         if checkpoint_name(manifest.step) != folder.name:
-            raise BrokenCheckpointError(f"its manifest is of step {manifest.step}")
+            raise DamagedError(f"its manifest is of step {manifest.step}")
         require_same_run(manifest, identity, folder)
     with _damage_or_trouble(folder):
         return _read_files(folder, manifest)
@@ -180,11 +180,11 @@ def _damage_or_trouble(folder: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, ValueError) as error:
-        raise BrokenCheckpointError(str(error)) from None
+        raise DamagedError(str(error)) from None
     except OSError as error:
         where = Path(error.filename).name if error.filename else folder.name
         if error.errno in _BROKEN:
-            raise BrokenCheckpointError(f"{where}: {error.strerror}") from None
+            raise DamagedError(f"{where}: {error.strerror}") from None
         raise CheckpointError(
             f"{folder} cannot be read: {where}: {error.strerror}. It was left alone; make it readable and "
             "run the same command again"

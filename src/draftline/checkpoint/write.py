@@ -23,11 +23,12 @@ from typing import Any
 from torch import Tensor
 
 from draftline import faults
+from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.checkpoint.layout import TRASH, checkpoint_name, steps_in
 from draftline.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Identity, Manifest, encode_manifest
-from draftline.checkpoint.sealed import canonical
 from draftline.fsio import TEMPORARY, FileSystem, remove_tree
 from draftline.names import plain_name
+from draftline.sealed import canonical
 
 _HASHERS = 4
 """Threads that hash: SHA-256 of one file keeps one core busy."""
@@ -71,7 +72,7 @@ class Snapshot:
         canonical([self.meta, self.world])
 
 
-def write_checkpoint(fs: FileSystem, root: Path, snapshot: Snapshot, identity: Identity) -> None:
+def write_checkpoint(fs: CheckpointFileSystem, root: Path, snapshot: Snapshot, identity: Identity) -> None:
     """Write `step-NNNNNN` into `root`; it is complete and durable on return.
 
     Raises:
@@ -93,7 +94,7 @@ def write_checkpoint(fs: FileSystem, root: Path, snapshot: Snapshot, identity: I
     fs.sync_folder(root)
 
 
-def _write_files(fs: FileSystem, folder: Path, snapshot: Snapshot) -> None:
+def _write_files(fs: CheckpointFileSystem, folder: Path, snapshot: Snapshot) -> None:
     for name, tensors in snapshot.tensors.items():
         faults.point("checkpoint", "file", snapshot.step)
         fs.write_tensors(folder / name, tensors)
@@ -103,7 +104,7 @@ def _write_files(fs: FileSystem, folder: Path, snapshot: Snapshot) -> None:
         fs.sync_file(folder / name)
 
 
-def _write_manifest(fs: FileSystem, folder: Path, snapshot: Snapshot, identity: Identity) -> None:
+def _write_manifest(fs: CheckpointFileSystem, folder: Path, snapshot: Snapshot, identity: Identity) -> None:
     manifest = Manifest(
         format=FORMAT,
         step=snapshot.step,

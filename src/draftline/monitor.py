@@ -1,0 +1,201 @@
+"""A parent process that outlives the trainer: it ends a trainer that can no longer speak for itself.
+
+The watchdog (watchdog.py) runs in the trainer and needs its interpreter lock. A call that holds that lock for
+ever stops the watchdog too, so the trainer sends a byte now and then through a pipe, and the parent kills it after
+twice the stall timeout without one. The parent imports no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from draftline.errors import ConfigError, StallError
+from draftline.result import RunResult, write_result
+
+VARIABLE = "DRAFTLINE_HEARTBEAT"
+"""Environment of the trainer: `<descriptor>:<seconds between beats>`."""
+_BEATS_PER_TIMEOUT = 20
+_SLICE_S = 0.2
+_GRACE_S = 5.0
+"""Seconds for a trainer that was told twice to end."""
+_STACKS_S = 1.0
+"""Seconds for printing stacks."""
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = None) -> int:
+    """Run a trainer as a child process and return the exit code of the run. Main thread only.
+
+    Signals are passed on. A child without a heartbeat for `2 * timeout_s` prints its stacks and is killed, also
+    one that never called `start_heartbeat`.
+
+    Args:
+        argv: The trainer's command line.
+        timeout_s: The run's stall timeout in seconds.
+        folder: Where `result.json` is written when the child could not do it.
+
+    Returns:
+        The child's own exit code; 6 (StallError) when it was killed for its silence; 1 when a signal killed it.
+    """
+    with _Child(argv, timeout_s) as child:
+        silent = not child.ends_within(2 * timeout_s)
+        code = child.end()
+    if silent:
+        return _report(
+            folder,
+            argv,
+            StallError.exit_code,
+            f"the trainer gave no sign of life for {2 * timeout_s:g} s (a call holds the interpreter lock) and was "
+            "killed; its stacks are above. The last finished checkpoint counts: run the same command again",
+        )
+    if code < 0:
+        return _report(folder, argv, 1, _death(signal.Signals(-code)))
+    return code
+
+
+def _report(folder: Path | None, argv: Sequence[str], code: int, cause: str) -> int:
+    print(f"draftline: {cause}", file=sys.stderr, flush=True)
+    if folder is not None and folder.is_dir():
+        write_result(folder, RunResult(exit_code=code, cause=cause, worker="trainer", command=tuple(argv)))
+    return code
+
+
+def _death(number: signal.Signals) -> str:
+    hint = ""
+    if number == signal.SIGKILL:
+        hint = " (if nobody sent it, the host ran out of memory: look for 'oom-kill' in `dmesg`)"
+    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
+        hint = " (a crash in native code, or a file that was cut short while it was mapped)"
+    return (
+        f"the trainer was killed by {number.name}{hint}. The last finished checkpoint counts: run the same "
+        "command again"
+    )
+
+
+class _Child:
+    """The trainer, its heartbeat pipe, and signals on their way to it."""
+
+    def __init__(self, argv: Sequence[str], timeout_s: float) -> None:
+        self._argv = list(argv)
+        self._beat_s = timeout_s / _BEATS_PER_TIMEOUT
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._num_signals = 0
+        self._kill_at = float("inf")
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        self._pipe, writer = os.pipe()
+        # Its own session: a Ctrl-C in the terminal would otherwise reach the child twice and end it at once.
+        self._process = subprocess.Popen(  # noqa: S603 - the command line that the user gave
+            self._argv,
+            env=os.environ | {VARIABLE: f"{writer}:{self._beat_s}"},
+            pass_fds=[writer],
+            start_new_session=True,
+        )
+        os.close(writer)
+        for number in self._early:
+            self._process.send_signal(number)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+        os.close(self._pipe)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            # A trainer whose interpreter is stuck cannot obey, and the user has asked twice.
+            self._kill_at = time.monotonic() + _GRACE_S
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._process.send_signal(number)
+
+    def ends_within(self, silence_s: float) -> bool:
+        """True when the child has ended, False after `silence_s` seconds without a heartbeat."""
+        assert self._process is not None
+        heard = time.monotonic()
+        while self._process.poll() is None:
+            if self._beats():
+                heard = time.monotonic()
+            if time.monotonic() > heard + silence_s:
+                return False
+            if time.monotonic() > self._kill_at:
+                self._process.kill()
+        return True
+
+    def _beats(self) -> bool:
+        """Whether a heartbeat came within a slice of time."""
+        ready, _, _ = select.select([self._pipe], [], [], _SLICE_S)
+        if ready and os.read(self._pipe, 4096):
+            return True
+        if ready:
+            time.sleep(_SLICE_S)  # the pipe is closed, so select no longer waits
+        return False
+
+    def end(self) -> int:
+        """Leave nothing of the child running; its exit code, negative for a signal."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(
+                signal.SIGUSR1
+            )  # faulthandler prints stacks without the interpreter lock
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STACKS_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its own children would keep memory and devices
+        return self._process.wait()
+
+
+def start_heartbeat(environment: MutableMapping[str, str]) -> None:
+    """Trainer's side: the first thing that a monitored process does. Nothing happens without a monitor.
+
+    Args:
+        environment: `os.environ`; the monitor's variable is taken out, since children are not monitored.
+
+    Raises:
+        ConfigError: the variable is not what a monitor sets.
+    """
+    text = environment.pop(VARIABLE, None)
+    if text is None:
+        return
+    descriptor, beat_s = _parse(text)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_beat, args=(descriptor, beat_s), name="heartbeat", daemon=True).start()
+
+
+def _parse(text: str) -> tuple[int, float]:
+    try:
+        descriptor, beat_s = text.split(":")
+        os.set_inheritable(int(descriptor), False)
+        return int(descriptor), float(beat_s)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{VARIABLE}={text!r} was not set by a monitor ({error}); unset it") from None
+
+
+def _beat(descriptor: int, beat_s: float) -> None:
+    try:
+        while True:
+            os.write(descriptor, b".")
+            time.sleep(beat_s)
+    except BrokenPipeError:
+        # Nobody would end this process if it hung, nor pass signals on: save and stop.
+        print("draftline: the monitor died; stopping as for SIGTERM", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,51 @@
+"""`result.json`: how a run ended, for scripts and for whoever finds the folder later."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pydantic import Field
+
+from draftline.config import Frozen
+from draftline.fsio import FileSystem, replace_bytes
+from draftline.redact import redact, redact_argv
+from draftline.sealed import canonical
+
+RESULT = "result.json"
+
+
+class RunResult(Frozen):
+    """One cause and one exit code (errors.py)."""
+
+    exit_code: int = Field(ge=0)
+    cause: str
+    """One sentence: what ended the run."""
+    error: str | None = None
+    """Class of the error, none when the run finished."""
+    worker: str | None = None
+    """Worker that failed first."""
+    step: int | None = None
+    """Optimizer steps done."""
+    row: int | None = None
+    """Row that was being worked on."""
+    checkpoint: str | None = None
+    """Newest intact checkpoint, from which the same command goes on."""
+    consequences: tuple[str, ...] = ()
+    """What failed afterwards because of the cause."""
+    command: tuple[str, ...] = ()
+    """Command line of the run."""
+    stacks: str | None = None
+    """Stacks of all threads, when the run stalled."""
+
+
+def write_result(folder: Path, result: RunResult) -> None:
+    """Write `result.json` with secrets redacted.
+
+    A disk that refuses is reported on stderr only: it must not replace the cause of the run's end.
+    """
+    body = redact(result.model_dump(mode="json")) | {"command": redact_argv(result.command)}
+    try:
+        replace_bytes(FileSystem(), folder / RESULT, canonical(body))
+    except OSError as error:
+        print(f"draftline: {folder / RESULT} could not be written: {error}", file=sys.stderr)
