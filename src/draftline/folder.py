@@ -1,8 +1,8 @@
 """One run per output folder.
 
-The owner holds a `flock` on `.lock`, which the kernel frees at its death however it dies, and describes itself in
-`owner.json`. Network file systems may not carry a `flock` to other hosts; there the owner's heartbeat (the time of
-`owner.json` moves on) tells a living owner from one that died, without comparing the clocks of two hosts.
+The owner holds a `flock` on `.lock`, which the kernel frees at its death however it dies, and describes
+itself in `owner.json`. Network file systems may not carry a `flock` to other hosts; there the owner's heartbeat
+(the time of `owner.json` moves on) tells a living owner from a dead one, without comparing two hosts' clocks.
 """
 
 from __future__ import annotations
@@ -127,14 +127,14 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        owner = read_owner(folder) or "a process that has not described itself yet"
         raise FolderInUseError(
-            f"{folder} is in use by {read_owner(folder) or 'a process that has not described itself yet'}; stop it "
-            "or choose another output folder"
+            f"{folder} is in use by {owner}; stop it or choose another output folder"
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"output={folder} cannot be locked ({error.strerror}), so two runs could mix in it; choose a folder on "
-            "a file system with flock"
+            f"output={folder} cannot be locked ({error.strerror}), so two runs could mix in it; choose a "
+            "folder on a file system with flock"
         ) from error
 
 

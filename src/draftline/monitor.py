@@ -1,8 +1,8 @@
 """A parent process that outlives the trainer: it ends a trainer that can no longer speak for itself.
 
 The watchdog (watchdog.py) runs in the trainer and needs its interpreter lock. A call that holds that lock for
-ever stops the watchdog too, so the trainer sends a byte now and then through a pipe, and the parent kills it after
-twice the stall timeout without one. The parent imports no torch.
+ever stops the watchdog too, so the trainer sends a byte now and then through a pipe, and the parent kills it
+after twice the stall timeout without one. The parent imports no torch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = None) -> int:
     """Run a trainer as a child process and return the exit code of the run. Main thread only.
 
-    Signals are passed on. A child without a heartbeat for `2 * timeout_s` prints its stacks and is killed, also
-    one that never called `start_heartbeat`.
+    Signals are passed on. A child without a heartbeat for `2 * timeout_s` prints its stacks and is killed,
+    and so is one that never called `start_heartbeat`.
 
     Args:
         argv: The trainer's command line.
@@ -47,7 +47,8 @@ def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = N
         folder: Where `result.json` is written when the child could not do it.
 
     Returns:
-        The child's own exit code; 6 (StallError) when it was killed for its silence; 1 when a signal killed it.
+        The child's own exit code; 6 (StallError) when it was killed for its silence; 1 when a signal killed
+        it.
     """
     with _Child(argv, timeout_s) as child:
         silent = not child.ends_within(2 * timeout_s)
@@ -57,8 +58,9 @@ def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = N
             folder,
             argv,
             StallError.exit_code,
-            f"the trainer gave no sign of life for {2 * timeout_s:g} s (a call holds the interpreter lock) and was "
-            "killed; its stacks are above. The last finished checkpoint counts: run the same command again",
+            f"the trainer gave no sign of life for {2 * timeout_s:g} s (a call holds the interpreter lock) "
+            "and was killed; its stacks are above. The last finished checkpoint counts: run the same command "
+            "again",
         )
     if code < 0:
         return _report(folder, argv, 1, _death(signal.Signals(-code)))
@@ -118,7 +120,7 @@ class _Child:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._num_signals > 1:
             # A trainer whose interpreter is stuck cannot obey, and the user has asked twice.

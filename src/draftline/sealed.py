@@ -10,7 +10,7 @@ _SEAL = "self_sha256"
 
 
 class DamagedError(Exception):
-    """A file or folder that is not what was written. Whoever reads it turns it into a note or a DraftlineError."""
+    """A file or folder that is not what was written; its reader makes a note or a DraftlineError of it."""
 
 
 def canonical(value: Any) -> bytes:

@@ -6,8 +6,8 @@
         ...save...
     # exit 75: the same command goes on from here
 
-Python runs signal handlers in the main thread, between two of its instructions. The main thread of a run therefore
-only waits, in short slices, and never runs CUDA or compiles: a handler is never kept waiting.
+Python runs signal handlers in the main thread, between two of its instructions. The main thread of a run
+therefore only waits, in short slices, and never runs CUDA or compiles: a handler is never kept waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from draftline.errors import Interrupted
 
@@ -27,9 +27,9 @@ class StopOnSignal:
     """A flag set by SIGTERM or SIGINT; the former handlers are restored at the end of the block."""
 
     def __init__(self) -> None:
-        # A plain attribute: setting a threading.Event in a handler can deadlock with the main thread's own wait.
+        # A plain attribute: a threading.Event set in a handler can deadlock with the main thread's own wait.
         self._signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -49,7 +49,7 @@ class StopOnSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self._signal is not None:
             _say(f"second signal ({name}): ending at once; the last finished checkpoint counts")

@@ -1,7 +1,7 @@
 """Who has not moved, since when, and what every thread is doing: what a stalled run tells its user.
 
-Workers call `beat` when they pass from one act to the next. Times are monotonic, so a clock that jumps neither hides
-a stall nor invents one.
+Workers call `beat` when they pass from one act to the next. Times are monotonic, so a clock that jumps
+neither hides a stall nor invents one.
 """
 
 from __future__ import annotations
