@@ -10,8 +10,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.errors import CheckpointError
-from draftline.fsio import FileSystem
 from draftline.gguf import GgufFile
 
 MASK_TOKEN = "<|endoftext|>"  # noqa: S105 - a token of text
@@ -47,7 +47,7 @@ def convert(file: GgufFile, folder: Path) -> None:
     """
     folder.mkdir(parents=True)
     state = llama_state(file)
-    FileSystem().write_tensors(folder / "model.safetensors", state)
+    CheckpointFileSystem().write_tensors(folder / "model.safetensors", state)
     config = llama_config(file, tied="lm_head.weight" not in state)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     build_tokenizer(file).save_pretrained(folder)

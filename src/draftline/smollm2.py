@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from draftline.errors import CheckpointError, DiskFullError
-from draftline.fsio import FileSystem
+from draftline.fsio import FileSystem, disk_failures_explained
 from draftline.gguf import read_gguf
 from draftline.llama_gguf import convert
 
@@ -35,7 +35,7 @@ def prepare_smollm2(cache_dir: Path, gguf: Path | None = None) -> Path:
 
     Raises:
         CheckpointError: the download failed, or the file is not the expected one.
-        DiskFullError: `cache_dir` has less than `NEEDED_BYTES` left.
+        DiskFullError: `cache_dir` has less than `NEEDED_BYTES` left, or filled up on the way.
     """
     folder = cache_dir / FOLDER
     if folder.is_dir():
@@ -47,7 +47,10 @@ def prepare_smollm2(cache_dir: Path, gguf: Path | None = None) -> Path:
             f"{cache_dir} has {free // 10**6} MB left and {FOLDER} needs {NEEDED_BYTES // 10**6} MB; "
             "free some space or name another folder"
         )
-    with TemporaryDirectory(prefix=".smollm2-", dir=cache_dir) as scratch:
+    with (
+        disk_failures_explained(cache_dir, f"making {FOLDER}"),
+        TemporaryDirectory(prefix=".smollm2-", dir=cache_dir) as scratch,
+    ):
         source = gguf if gguf is not None else _download(Path(scratch))
         _check_hash(source)
         made = Path(scratch) / FOLDER
