@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import signal
 import threading
@@ -22,10 +21,10 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from draftline.config import Frozen, parse_config
+from draftline.config import Frozen
 from draftline.errors import ConfigError
 
 VARIABLE = "DRAFTLINE_FAULTS"
@@ -145,9 +144,8 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
         ConfigError: not JSON, not a list, an unknown key or kind.
     """
     try:
-        items = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{VARIABLE} is not JSON: {error}") from None
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise ConfigError(f"{VARIABLE} must be a JSON list of objects, got {text!r}")
-    return tuple(parse_config(Fault, item, f"{VARIABLE}[{index}]") for index, item in enumerate(items))
+        return TypeAdapter(tuple[Fault, ...]).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{VARIABLE}: {where}: {first['msg']}; it is a JSON list of faults") from None

@@ -1,8 +1,8 @@
 """One run per output folder.
 
 The owner holds a `flock` on `.lock`, which the kernel frees at its death however it dies, and describes
-itself in `owner.json`. Network file systems may not carry a `flock` to other hosts; there the owner's heartbeat
-(the time of `owner.json` moves on) tells a living owner from a dead one, without comparing two hosts' clocks.
+itself in `owner.json`. Network file systems may not carry a `flock` to other hosts; there a heartbeat (the
+time of `owner.json` moves on) tells a living owner from a dead one, without comparing two clocks.
 """
 
 from __future__ import annotations

@@ -34,21 +34,16 @@ def read_regular(folder: Path, name: str, max_bytes: int) -> bytes:
 
     Raises:
         UnsafeNameError: the name is not plain, or the file is a link, folder, pipe or device.
-        ValueError: the file is larger than `max_bytes`, or became shorter while it was read.
+        ValueError: the file is larger than `max_bytes`.
         OSError: it is missing or cannot be read.
     """
     path = folder / plain_name(name)
-    if path.is_symlink():
-        raise UnsafeNameError(f"{name} is a link, not a regular file")
-    # O_NONBLOCK: opening a pipe that somebody put there would otherwise wait for its writer.
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeNameError(f"{name} is a link, a folder or a device, not a regular file")
+    if status.st_size > max_bytes:
+        raise ValueError(f"{name} has {status.st_size} bytes, more than {max_bytes}")
+    # Should it be exchanged just now: no link is followed, and opening a pipe does not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UnsafeNameError(f"{name} is not a regular file")
-        if status.st_size > max_bytes:
-            raise ValueError(f"{name} has {status.st_size} bytes, more than {max_bytes}")
-        data = file.read(status.st_size)
-    if len(data) < status.st_size:
-        raise ValueError(f"{name} ended after {len(data)} of {status.st_size} bytes")
-    return data
+        return file.read(max_bytes)
