@@ -76,6 +76,11 @@ def test_quotas_are_those_of_dealing_one_anchor_at_a_time(available, most, budge
     assert anchor_quotas(np.array(available), most, budget, ties).tolist() == dealt
 
 
+def test_what_a_full_document_leaves_over_is_spent_on_the_others():
+    ties = np.arange(3, dtype=np.uint64)
+    assert anchor_quotas(np.array([2, 2, 100]), 100, 8, ties).tolist() == [2, 2, 4]
+
+
 def test_the_remainder_of_a_budget_goes_to_no_document_more_often_than_to_another():
     documents = [answered(4, 40) for _ in range(5)]
     counts = np.zeros(5)

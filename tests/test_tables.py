@@ -128,7 +128,15 @@ def test_a_tile_is_absent_partial_or_full_exactly_as_the_dense_mask_says(blocks,
     assert_tables_are_exact(blocks, window, causal)
 
 
-@settings(deadline=None, max_examples=12)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_window_edge_may_fall_on_any_token_of_a_tile(block_size: int):
+    num_blocks = 128 // block_size
+    blocks = Blocks((384,), np.full(num_blocks, 300), np.ones(num_blocks, dtype=bool), 384, block_size)
+    for window in range(block_size, 384):
+        assert_tables_are_exact(blocks, window, causal=True)
+
+
+@settings(deadline=None, max_examples=8)
 @given(block_layouts(), windows, st.booleans())
 def test_tables_equal_those_that_torch_makes_from_the_visibility_rule(blocks, window, causal):
     rule = mask_mod(
