@@ -46,4 +46,4 @@ def read_regular(folder: Path, name: str, max_bytes: int) -> bytes:
     # Should it be exchanged just now: no link is followed, and opening a pipe does not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        return file.read(max_bytes)
+        return file.read(status.st_size)
