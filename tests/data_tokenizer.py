@@ -52,6 +52,31 @@ OPENS_THINK = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
 
+# Ends the last turn by the end-of-turn token and a second control token (as Phi-3 does).
+ENDS_TWICE = CHATML.replace(
+    "{%- if add_generation_prompt %}",
+    "{%- if not add_generation_prompt %}{{- '<|endoftext|>' }}{%- endif %}{%- if add_generation_prompt %}",
+)
+
+# Writes no end of turn: the model stops by the token that begins the next (as GLM-4 does).
+ENDED_BY_NEXT = """{%- for message in messages %}
+{{- '<|' + message.role + '|>\\n' + message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+# Reads content as a list of parts and loses plain text (as templates of image models do).
+PARTS_ONLY = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- for part in message.content %}{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Joins a call's arguments to text, which fails on a mapping (as DeepSeek-V3 does).
+TEXT_ARGUMENTS = CHATML.replace("(call.function.arguments | tojson)", "call.function.arguments")
+
+CONTROL = ("<|im_start|>", "<|endoftext|>", "<|user|>", "<|assistant|>")
+
 _TEXT = [
     "The quick brown fox jumps over the lazy dog. How many apples are there? There are three apples.",
     "user assistant system think tool_call name arguments weather in Paris is sunny today",
@@ -76,7 +101,7 @@ def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend()), eos_token="<|im_end|>"
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(CONTROL)})
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     tokenizer.chat_template = template
     return tokenizer

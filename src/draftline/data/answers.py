@@ -1,10 +1,15 @@
-"""Where the answers of a conversation begin and end in its text, as pure functions of rendered strings."""
+"""Where the answers of a conversation begin and end in its text.
+
+An answer begins where the generation prompt ends, and ends with the first token that stops the target. All
+other text that a template puts there (headers, empty think blocks, the newline after the end of turn) is not
+the target's and is not marked.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftline.data.conversations import Conversation, has_reasoning
@@ -12,6 +17,7 @@ from draftline.data.reasons import Note, Reason, UnusableRow
 from draftline.data.template import ChatTemplate, Span
 
 _EMPTY_THINK = re.compile(r"\s*<(\w*think\w*)>\s*</\1>\s*|\s*\[THINK\]\s*\[/THINK\]\s*", re.IGNORECASE)
+_CLOSED_AT_ONCE = re.compile(r"\s*(<think>\s*)?</think>")
 _THINK_AT_END = re.compile(r"<think>\s*(?P<closed></think>\s*)?$")
 _THINK_TAG = re.compile(r"</?think>")
 
@@ -25,91 +31,130 @@ class Marked:
 
 
 @dataclass(frozen=True)
-class MarkedConversation:
-    """The documents of one conversation, and what had to be done to get them."""
+class _Turn:
+    """One answer, rendered: `text` goes on from `prompt`."""
 
-    documents: tuple[Marked, ...]
-    notes: Counter[Note] = field(default_factory=Counter)
+    before: tuple[dict[str, Any], ...]
+    message: dict[str, Any]
+    think: bool
+    prompt: str
+    text: str
+    marks: tuple[Span, ...] | None
+    """What the template's own tags mark; None where it has none, or where its text had to be changed."""
 
 
-def mark_answers(template: ChatTemplate, conversation: Conversation) -> MarkedConversation:
+def mark_answers(template: ChatTemplate, conversation: Conversation) -> tuple[list[Marked], Counter[Note]]:
     """Render a conversation and mark what the target generates in it.
 
     One document holds all answers when each turn's text goes on from the one before. A template that
     rewrites earlier turns (old reasoning dropped, other end tokens in history) gives a new document where it
     does, because at inference every answer follows the text as it was rendered for that turn.
 
+    Returns:
+        The documents, and notes on what had to be done to get them.
+
     Raises:
-        UnusableRow: the template refuses the conversation, or an answer cannot be marked.
+        UnusableRow: the template refuses the conversation, or none of its answers can be marked.
     """
     notes: Counter[Note] = Counter()
-    wanted = conversation.answers if template.options.turns == "all" else conversation.answers[-1:]
-    answers = [answer for index in wanted if (answer := _mark_answer(template, conversation, index, notes))]
-    if not answers:
-        raise UnusableRow(Reason.NO_SUPERVISED, "the template marks none of the answers")
     documents: list[Marked] = []
-    for answer in answers:
-        if documents and answer.text.startswith(documents[-1].text):
-            documents[-1] = Marked(answer.text, documents[-1].spans + answer.spans)
-        else:
-            documents.append(answer)
-    if len(documents) > 1:
-        notes[Note.PER_TURN] += 1
-    return MarkedConversation(tuple(documents), notes)
+    lost: UnusableRow | None = None
+    wanted = conversation.answers if template.options.turns == "all" else conversation.answers[-1:]
+    for index in wanted:
+        try:
+            answer = _mark_answer(template, conversation, index, notes)
+        except UnusableRow as unusable:
+            if unusable.reason not in (Reason.NO_BOUNDARY, Reason.CONTENT_LOST):
+                raise
+            lost = unusable
+            notes[Note.LEFT_OUT] += 1
+            continue
+        if answer is not None:
+            _append(documents, answer)
+    if not documents:
+        raise lost or UnusableRow(Reason.NO_SUPERVISED, "the template's tags mark none of the answers")
+    notes[Note.PER_TURN] += len(documents) > 1
+    return documents, notes
+
+
+def _append(documents: list[Marked], answer: Marked) -> None:
+    if documents and answer.text.startswith(documents[-1].text):
+        documents[-1] = Marked(answer.text, documents[-1].spans + answer.spans)
+    else:
+        documents.append(answer)
 
 
 def _mark_answer(
     template: ChatTemplate, conversation: Conversation, index: int, notes: Counter[Note]
 ) -> Marked | None:
     """The text up to the end of one answer, or None where the template's tags leave this turn out."""
+    turn = _render(template, conversation, index)
+    start = len(turn.prompt)
+    if not has_reasoning(turn.message) and (inserted := _EMPTY_THINK.match(turn.text, start)):
+        start = inserted.end()
+    text = _cut_at_end_of_turn(template, conversation, turn, _end_of_message(turn.text, start, turn.message))
+    notes[Note.NO_END] += not text.endswith(template.end_strings)
+    _refuse_stop_inside(template, text[start:])
+    if turn.marks is not None:
+        marks = _marks_in_whole(template, conversation, turn)
+        mine = [mark for mark in marks if mark[0] < len(text) and mark[1] > start]
+        if not mine:
+            return None
+        notes[Note.MARKS_CORRECTED] += mine != [(start, len(text))]
+    return Marked(text, ((start, len(text)),))
+
+
+def _marks_in_whole(template: ChatTemplate, conversation: Conversation, turn: _Turn) -> tuple[Span, ...]:
+    """The tags' marks when the whole conversation is rendered: a template may mark its last turn only.
+
+    Where later turns change the text of this one, its own rendering is all there is to go by.
+    """
+    assert turn.marks is not None
+    if len(turn.before) + 1 == len(conversation.messages):
+        return turn.marks
+    whole, marks = template.text(conversation.messages, conversation.tools, think=turn.think)
+    return tuple(marks) if whole.startswith(turn.text) else turn.marks
+
+
+def _render(template: ChatTemplate, conversation: Conversation, index: int) -> _Turn:
     message, before = conversation.messages[index], conversation.messages[:index]
     if not any(earlier["role"] in ("user", "tool") for earlier in before):
         raise UnusableRow(Reason.ROLES, f"message {index} answers nothing")
-    think = _thinks(template, message)
+    think = has_reasoning(message)
+    if template.options.thinking != "auto":
+        think = template.options.thinking == "on"
     prompt = template.prompt(before, conversation.tools, think=think)
-    text, marks = template.text(conversation.messages[: index + 1], conversation.tools, think=think)
-    if not text.startswith(prompt):
-        text, marks = _continued(prompt, text, message), []
-    start = len(prompt)
-    if not has_reasoning(message) and (inserted := _EMPTY_THINK.match(text, start)):
-        start = inserted.end()
-    end = _end_of_turn(template, text, start, notes)
-    _check(template, text[start:end], message)
-    if template.has_tags and marks:
-        mine = [mark for mark in marks if mark[0] < end and mark[1] > start]
-        if not mine:
-            return None
-        if mine != [(start, end)]:
-            notes[Note.MARKS_CORRECTED] += 1
-    return Marked(text[:end], ((start, end),))
+    text, marks = template.text((*before, message), conversation.tools, think=think)
+    if has_reasoning(message) and _CLOSED_AT_ONCE.match(text, len(prompt)):
+        # This template does not look for reasoning inside the content: hand it over by its own name.
+        message = _split_reasoning(message)
+        text, marks = template.text((*before, message), conversation.tools, think=think)
+    turn = _Turn(before, message, think, prompt, text, tuple(marks) if template.has_tags else None)
+    return turn if text.startswith(prompt) else replace(turn, text=_continued(turn), marks=None)
 
 
-def _thinks(template: ChatTemplate, message: dict[str, Any]) -> bool:
-    if template.options.thinking == "auto":
-        return has_reasoning(message)
-    return template.options.thinking == "on"
-
-
-def _continued(prompt: str, text: str, message: dict[str, Any]) -> str:
+def _continued(turn: _Turn) -> str:
     """The text as generated, where the finished turn lacks the think block that its prompt ends in.
 
     Raises:
         UnusableRow: the prompt and the text differ in any other way.
     """
-    block = _THINK_AT_END.search(prompt)
-    base = prompt[: block.start()] if block else prompt
-    if block is None or not text.startswith(base) or bool(block["closed"]) == has_reasoning(message):
+    block = _THINK_AT_END.search(turn.prompt)
+    base = turn.prompt[: block.start()] if block else turn.prompt
+    thought = has_reasoning(turn.message)
+    if block is None or not turn.text.startswith(base) or bool(block["closed"]) == thought:
         raise UnusableRow(
-            Reason.NO_BOUNDARY, f"the prompt ends in {prompt[-40:]!r}, the turn goes on otherwise"
+            Reason.NO_BOUNDARY,
+            f"the prompt ends in {turn.prompt[-40:]!r}, the rendered answer does not go on there",
         )
-    shown = text[len(base) :]
-    if block["closed"]:
-        return prompt + shown
-    answer = message["content"].rpartition("</think>")[2].strip()
+    shown = turn.text[len(base) :]
+    if not thought:
+        return turn.prompt + shown
+    answer = turn.message["content"].rpartition("</think>")[2].strip()
     at = shown.find(answer)
     if at < 0:
-        raise UnusableRow(Reason.CONTENT_LOST, "the answer after the reasoning is not in the rendered turn")
-    return prompt + _written_reasoning(message) + shown[at:]
+        raise UnusableRow(Reason.CONTENT_LOST, f"missing after the reasoning: {answer[:60]!r}")
+    return turn.prompt + _written_reasoning(turn.message) + shown[at:]
 
 
 def _written_reasoning(message: dict[str, Any]) -> str:
@@ -121,23 +166,66 @@ def _written_reasoning(message: dict[str, Any]) -> str:
     return thought.removeprefix("<think>").removeprefix("\n") + tag + space
 
 
-def _end_of_turn(template: ChatTemplate, text: str, start: int, notes: Counter[Note]) -> int:
-    """Character after the control token that ends the turn; without one, after the last visible character."""
-    visible = len(text[start:].rstrip()) + start
-    for token in template.end_strings:
-        if text.endswith(token, start, visible):
-            return visible
-    notes[Note.NO_END] += 1
-    return visible
+def _split_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    thought, _, answer = message["content"].rpartition("</think>")
+    reasoning = message.get("reasoning_content", "") + thought.rpartition("<think>")[2].strip()
+    return {**message, "reasoning_content": reasoning, "content": answer.lstrip("\n")}
 
 
-def _check(template: ChatTemplate, answer: str, message: dict[str, Any]) -> None:
-    """The answer must hold all that the message says, and no place where the target would have stopped."""
-    pieces = [*_THINK_TAG.split(message["content"]), message.get("reasoning_content", "")]
+def _end_of_message(text: str, start: int, message: dict[str, Any]) -> int:
+    """Character after everything the message says.
+
+    Raises:
+        UnusableRow: a part of it is not in the text.
+    """
+    pieces = [message.get("reasoning_content", ""), *_THINK_TAG.split(message["content"])]
     pieces += [call["function"]["name"] for call in message.get("tool_calls", ())]
-    for piece in pieces:
-        if piece.strip() not in answer:
-            raise UnusableRow(Reason.CONTENT_LOST, f"missing: {piece.strip()[:60]!r}")
+    end = start
+    for piece in (piece.strip() for piece in pieces):
+        at = text.find(piece, start)
+        if at < 0:
+            raise UnusableRow(Reason.CONTENT_LOST, f"missing: {piece[:60]!r}")
+        end = max(end, at + len(piece))
+    return end
+
+
+def _cut_at_end_of_turn(template: ChatTemplate, conversation: Conversation, turn: _Turn, said: int) -> str:
+    """The text up to and with the token that ends the turn; without one, up to the last visible character.
+
+    That token is the first after the message that stops the target; failing that, a control token that stands
+    last; failing that, the stop token that the next turn begins with (GLM ends an answer by `<|user|>`).
+    """
+    stops = [
+        turn.text.find(token, said) + len(token)
+        for token in template.stop_strings
+        if token in turn.text[said:]
+    ]
+    if stops:
+        return turn.text[: min(stops)]
+    visible = turn.text[: max(said, len(turn.text.rstrip()))]
+    if visible.endswith(template.end_strings):
+        return visible
+    return visible + _beginning_of_next_turn(template, conversation, turn, visible)
+
+
+def _beginning_of_next_turn(
+    template: ChatTemplate, conversation: Conversation, turn: _Turn, visible: str
+) -> str:
+    asked = {"role": "tool" if turn.message.get("tool_calls") else "user", "content": "next"}
+    try:
+        text, _ = template.text((*turn.before, turn.message, asked), conversation.tools, think=turn.think)
+    except UnusableRow:
+        return ""
+    answer = turn.message["content"].rpartition("</think>")[2].strip()
+    following = text.removeprefix(visible) if text.startswith(visible) else text.rpartition(answer)[2]
+    for token in template.stop_strings:
+        before, found, _ = following.partition(token)
+        if found and not before.strip():
+            return before + token
+    return ""
+
+
+def _refuse_stop_inside(template: ChatTemplate, answer: str) -> None:
     ending = next((token for token in template.end_strings if answer.endswith(token)), "")
     body = answer[: len(answer) - len(ending)]
     for token in template.stop_strings | {ending}:

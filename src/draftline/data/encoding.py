@@ -22,11 +22,9 @@ def encode(template: ChatTemplate, conversation: Conversation) -> tuple[list[Doc
         UnusableRow: nothing in the conversation can be trained on; the reason says why.
     """
     trimmed = trim_to_last_answer(conversation)
-    marked = mark_answers(template, trimmed)
-    notes = marked.notes.copy()
-    if len(trimmed.messages) < len(conversation.messages):
-        notes[Note.TRIMMED] += 1
-    return [tokenize(template.tokenizer, document) for document in marked.documents], notes
+    documents, notes = mark_answers(template, trimmed)
+    notes[Note.TRIMMED] += len(trimmed.messages) < len(conversation.messages)
+    return [tokenize(template.tokenizer, document) for document in documents], notes
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, marked: Marked) -> Document:

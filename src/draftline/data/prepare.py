@@ -24,7 +24,7 @@ from draftline.data.report import PrepareReport, build_report
 from draftline.data.sources import Chunk, Source, resolve_source
 from draftline.data.store import FORMAT, StoreWriter, open_store, read_manifest
 from draftline.data.tally import Tally
-from draftline.data.template import ChatTemplate, TemplateOptions
+from draftline.data.template import ChatTemplate, TemplateOptions, stop_token_ids
 from draftline.errors import DataError, DiskFullError
 
 PARALLEL_BYTES = 8 << 20
@@ -54,16 +54,18 @@ class PrepareOptions(Frozen):
     """Jinja text to use instead of the tokenizer's chat template."""
     template_variables: dict[str, Any] = Field(default_factory=dict)
     """Further variables for the template, as the server will be given them."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the target's answer, besides the tokenizer's eos."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end the target's answer, besides the tokenizer's eos; none reads generation_config.json
+    beside the tokenizer."""
     workers: int | None = Field(default=None, ge=1)
     """Processes; none takes every core when the source is worth it. The store does not depend on it."""
 
-    def template_options(self) -> TemplateOptions:
-        """The part that rendering needs."""
-        return TemplateOptions(
-            self.thinking, self.turns, self.template_variables, self.template, self.stop_token_ids
-        )
+    def template_options(self, tokenizer: PreTrainedTokenizerBase) -> TemplateOptions:
+        """The part that rendering needs, with the stop tokens looked up."""
+        stops = self.stop_token_ids
+        if stops is None:
+            stops = stop_token_ids(tokenizer.name_or_path)
+        return TemplateOptions(self.thinking, self.turns, self.template_variables, self.template, stops)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def prepare(
     """
     options = options or PrepareOptions()
     resolved = resolve_source(source)
-    template = ChatTemplate(tokenizer, options.template_options())
+    template = ChatTemplate(tokenizer, options.template_options(tokenizer))
     manifest = _manifest(resolved, tokenizer, template, options)
     if _is_current(out, manifest, overwrite=overwrite):
         return PrepareReport.read(out / "report.json")
@@ -136,7 +138,7 @@ def _manifest(
 ) -> dict[str, Any]:
     made_from = {
         "tokenizer": hash_tokenizer(tokenizer),
-        "template": hash_json(template.source),
+        "template": hash_json([template.source, template.options.stop_token_ids]),
         "source": source.content_hashes(),
         # The number of processes does not change a byte of the store.
         "options": options.model_dump(mode="json", exclude={"workers"}),

@@ -56,6 +56,7 @@ class Note(StrEnum):
     PER_TURN = "one document per answer (the template rewrites earlier turns)"
     NO_END = "answer without an end-of-turn token"
     TRUNCATED = "answer was cut off (finish_reason=length), kept"
+    LEFT_OUT = "an answer that cannot be marked left as context"
     MARKS_CORRECTED = "template's own marks corrected at the edges"
 
 

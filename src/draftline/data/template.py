@@ -9,15 +9,17 @@ against the border.
 
 from __future__ import annotations
 
+import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftline.data.reasons import Reason, UnusableRow
@@ -73,6 +75,9 @@ class ChatTemplate:
         """Control tokens that can end a turn, longest first."""
         self.stop_strings = _stop_strings(tokenizer, options.stop_token_ids)
         """Tokens after which the target stops."""
+        self.content_in_parts = False
+        """Whether the template reads content as a list of parts only, as some image models' templates do."""
+        self.content_in_parts = self._wants_parts()
 
     @property
     def source(self) -> str:
@@ -101,31 +106,53 @@ class ChatTemplate:
         variables = {**self.tokenizer.special_tokens_map, **self.options.variables}
         if self.switch is not None and self.switch not in self.options.variables:
             variables[self.switch] = think
+        render = functools.partial(
+            render_jinja_template,
+            tools=list(tools) if tools else None,
+            chat_template=self._source,
+            return_assistant_tokens_mask=self.has_tags,
+            add_generation_prompt=generation_prompt,
+            **variables,
+        )
+        turns = [_in_parts(message) for message in messages] if self.content_in_parts else list(messages)
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=self._source,
-                return_assistant_tokens_mask=self.has_tags,
-                add_generation_prompt=generation_prompt,
-                **variables,
-            )
+            rendered: Any = _render_arguments(render, turns)
         except _TEMPLATE_FAILURES as error:
             raise UnusableRow(Reason.REFUSED, f"{type(error).__name__}: {error}") from None
         texts, marks = rendered
         return texts[0], marks[0] if marks else []
 
+    def _wants_parts(self) -> bool:
+        """Whether content must be a list of parts: with text alone the template loses it, or fails."""
+        probe = [{"role": "user", "content": "probe"}]
+        try:
+            return "probe" not in self._render(probe, None, think=False, generation_prompt=False)[0]
+        except UnusableRow:
+            return True
 
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """trl's variant of this tokenizer's template with generation tags; None without trl or a variant."""
+
+def _render_arguments(render: Callable[..., Any], messages: list[dict[str, Any]]) -> Any:
+    """Render; a template that joins a call's arguments to text (DeepSeek-V3) gets them as JSON text."""
     try:
-        import trl.chat_template_utils as trl  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    try:
-        return trl.get_training_chat_template(tokenizer)
-    except ValueError:
-        return None
+        return render([messages])
+    except TypeError:
+        if not any("tool_calls" in message for message in messages):
+            raise
+        return render([[_with_text_arguments(message) for message in messages]])
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _template_source(tokenizer: PreTrainedTokenizerBase, options: TemplateOptions) -> str:
@@ -140,6 +167,15 @@ def _template_source(tokenizer: PreTrainedTokenizerBase, options: TemplateOption
             "prepare rows of input_ids + loss_mask, which need none"
         )
     return template
+
+
+def stop_token_ids(path: str) -> tuple[int, ...]:
+    """Tokens that end an answer by the target's generation_config.json; none where there is no such file."""
+    try:
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
 
 
 def _undeclared_variables(source: str) -> frozenset[str]:

@@ -1,0 +1,226 @@
+"""The supervised characters are those the target generates, for templates of every kind met in the wild."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftline.data.answers import mark_answers
+from draftline.data.conversations import Conversation, parse_record, trim_to_last_answer
+from draftline.data.encoding import decode, encode, tokenize
+from draftline.data.reasons import Note, Reason, UnusableRow
+from draftline.data.template import ChatTemplate, TemplateOptions
+from draftline.errors import DataError
+from tests.data_tokenizer import (
+    CHATML,
+    ENDED_BY_NEXT,
+    ENDS_TWICE,
+    OPENS_THINK,
+    PARTS_ONLY,
+    REWRITING,
+    TAGGED,
+    TEXT_ARGUMENTS,
+    make_tokenizer,
+)
+
+ASK = {"role": "user", "content": "How many apples?"}
+ASK_AGAIN = {"role": "user", "content": "And 2 * 4?"}
+ANSWER = {"role": "assistant", "content": "Three."}
+EIGHT = {"role": "assistant", "content": "Eight."}
+THOUGHT = {"role": "assistant", "content": "Three.", "reasoning_content": "Count them."}
+THOUGHT_INLINE = {"role": "assistant", "content": "<think>\nCount them.\n</think>\n\nThree."}
+ONLY_CLOSING_TAG = {"role": "assistant", "content": "Count them.\n</think>\n\nThree."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}],
+}
+END = "<|im_end|>"
+
+
+def template(source: str, **options: Any) -> ChatTemplate:
+    tokenizer = make_tokenizer(source)
+    ids = options.pop("stop_strings", ())
+    stops = tuple(tokenizer.convert_tokens_to_ids(token) for token in ids)
+    return ChatTemplate(tokenizer, TemplateOptions(**options, stop_token_ids=stops))
+
+
+def answers(chat_template: ChatTemplate, *messages: dict[str, Any]) -> list[list[str]]:
+    """Supervised texts of each document."""
+    documents, _ = mark_answers(chat_template, Conversation(messages))
+    return [[document.text[start:end] for start, end in document.spans] for document in documents]
+
+
+@pytest.mark.parametrize("source", [CHATML, TAGGED])
+def test_every_answer_of_an_append_only_template_is_supervised_in_one_document(source):
+    assert answers(template(source), ASK, ANSWER, ASK_AGAIN, EIGHT) == [["Three." + END, "Eight." + END]]
+
+
+def test_only_the_last_answer_is_supervised_when_asked():
+    found = answers(template(CHATML, turns="last"), ASK, ANSWER, ASK_AGAIN, EIGHT)
+    assert found == [["Eight." + END]]
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_one_document_per_answer():
+    documents, notes = mark_answers(template(REWRITING), Conversation((ASK, THOUGHT, ASK_AGAIN, EIGHT)))
+    assert [document.text[slice(*document.spans[0])] for document in documents] == [
+        "<think>\nCount them.\n</think>\n\nThree." + END,
+        "Eight." + END,
+    ]
+    assert "Count them." not in documents[1].text
+    assert notes[Note.PER_TURN] == 1
+
+
+def test_an_inserted_empty_think_block_is_context_not_an_answer():
+    for thinking in ("auto", "on", "off"):
+        documents, _ = mark_answers(template(REWRITING, thinking=thinking), Conversation((ASK, ANSWER)))
+        assert documents[0].text[: documents[0].spans[0][0]].endswith("<think>\n\n</think>\n\n")
+        assert documents[0].text[slice(*documents[0].spans[0])] == "Three." + END
+
+
+@pytest.mark.parametrize("message", [THOUGHT, THOUGHT_INLINE, ONLY_CLOSING_TAG])
+@pytest.mark.parametrize(
+    ("source", "opening"), [(REWRITING, "<think>\n"), (OPENS_THINK, "")], ids=["closed prompt", "open prompt"]
+)
+def test_reasoning_is_supervised_in_whatever_form_the_row_gives_it(source, opening, message):
+    assert answers(template(source), ASK, message) == [[f"{opening}Count them.\n</think>\n\nThree.{END}"]]
+
+
+def test_rows_with_and_without_reasoning_follow_the_prompt_of_their_own_mode():
+    chat_template = template(REWRITING)
+    (on,), _ = mark_answers(chat_template, Conversation((ASK, THOUGHT)))
+    (off,), _ = mark_answers(chat_template, Conversation((ASK, ANSWER)))
+    assert on.text.startswith(chat_template.prompt([ASK], None, think=True) + "<think>\nCount")
+    assert off.text.startswith(chat_template.prompt([ASK], None, think=False) + "Three.")
+
+
+def test_a_row_whose_reasoning_the_chosen_mode_excludes_is_dropped_with_that_reason():
+    with pytest.raises(UnusableRow) as dropped:
+        answers(template(REWRITING, thinking="off"), ASK, THOUGHT)
+    assert dropped.value.reason is Reason.NO_BOUNDARY
+
+
+def test_an_answer_without_reasoning_to_a_prompt_that_opens_a_think_block_is_not_what_the_target_writes():
+    with pytest.raises(UnusableRow, match=r"the prompt ends in .*<think>"):
+        answers(template(OPENS_THINK), ASK, ANSWER)
+
+
+def test_reasoning_that_the_template_leaves_out_is_never_trained_around():
+    with pytest.raises(UnusableRow) as dropped:
+        answers(template(CHATML), ASK, THOUGHT)
+    assert dropped.value.reason is Reason.CONTENT_LOST
+
+
+def test_an_answer_that_cannot_be_marked_stays_as_context_of_the_others():
+    documents, notes = mark_answers(template(CHATML), Conversation((ASK, THOUGHT, ASK_AGAIN, EIGHT)))
+    assert [document.text[slice(*document.spans[0])] for document in documents] == ["Eight." + END]
+    assert notes[Note.LEFT_OUT] == 1
+
+
+def test_the_first_token_that_stops_the_target_ends_the_answer():
+    chat_template = template(ENDS_TWICE, stop_strings=("<|im_end|>",))
+    assert answers(chat_template, ASK, ANSWER) == [["Three." + END]]
+
+
+def test_a_stop_token_that_belongs_to_the_next_turn_still_ends_the_answer():
+    chat_template = template(ENDED_BY_NEXT, stop_strings=("<|user|>",))
+    expected = [["\nThree.<|user|>", "\nEight.<|user|>"]]
+    assert answers(chat_template, ASK, ANSWER, ASK_AGAIN, EIGHT) == expected
+
+
+def test_an_answer_without_any_end_of_turn_is_kept_and_noted():
+    _, notes = mark_answers(template(ENDED_BY_NEXT), Conversation((ASK, ANSWER)))
+    assert notes[Note.NO_END] == 1
+
+
+def test_an_answer_with_an_end_of_turn_token_inside_is_dropped():
+    with pytest.raises(UnusableRow) as dropped:
+        answers(template(CHATML), ASK, {"role": "assistant", "content": f"Three.{END} Four."})
+    assert dropped.value.reason is Reason.STOP_INSIDE
+
+
+def test_marks_that_cover_too_much_are_cut_to_what_the_target_generates():
+    wide = TAGGED.replace("+ '<|im_end|>' }}{%- endgen", "+ '<|im_end|>\\n\\n' }}{%- endgen")
+    documents, notes = mark_answers(template(wide), Conversation((ASK, ANSWER)))
+    assert documents[0].text[slice(*documents[0].spans[0])] == "Three." + END
+    assert notes[Note.MARKS_CORRECTED] == 1
+
+
+def test_a_turn_that_the_templates_own_tags_leave_out_is_not_supervised():
+    last_only = TAGGED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last")
+    documents, _ = mark_answers(template(last_only), Conversation((ASK, ANSWER, ASK_AGAIN, EIGHT)))
+    assert [document.text[slice(*document.spans[0])] for document in documents] == ["Eight." + END]
+
+
+@pytest.mark.parametrize("source", [CHATML, TEXT_ARGUMENTS])
+def test_tool_calls_as_list_string_or_mapping_give_the_same_tokens(source):
+    arguments = {"city": "Paris", "days": 3}
+    function = {"name": "weather", "arguments": arguments}
+    text_function = {"name": "weather", "arguments": '{"city": "Paris", "days": 3}'}
+    forms = [
+        [{"type": "function", "function": function}],
+        [{"type": "function", "function": text_function}],
+        '[{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris", "days": 3}}}]',
+        {"function": function},
+        [function],
+        ['{"function": {"name": "weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 3}"}}'],
+    ]
+    chat_template = template(source)
+    rows = []
+    for form in forms:
+        record = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": form}]}
+        (document,), _ = encode(chat_template, parse_record(record))
+        rows.append((document.input_ids.tolist(), document.supervised.tolist()))
+    assert all(row == rows[0] for row in rows)
+    marked = decode(chat_template.tokenizer, [i for i, s in zip(*rows[0], strict=True) if s])
+    assert '"city": "Paris"' in marked
+    assert marked.endswith(END)
+
+
+def test_what_a_tool_returns_is_context_and_the_call_is_supervised():
+    tool = {"role": "tool", "content": "sunny"}
+    assert answers(template(CHATML), ASK, CALL, tool, ANSWER) == [
+        [
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>' + END,
+            "Three." + END,
+        ]
+    ]
+
+
+def test_a_template_that_reads_parts_only_is_given_parts():
+    assert answers(template(PARTS_ONLY), ASK, ANSWER) == [["Three." + END]]
+
+
+def test_turns_after_the_last_answer_are_left_out():
+    conversation = parse_record({"messages": [ASK, ANSWER, ASK_AGAIN]})
+    (document,), notes = encode(template(CHATML), conversation)
+    assert notes[Note.TRIMMED] == 1
+    assert document.supervised[-1]
+
+
+def test_a_template_error_is_a_reason_to_drop_the_row_not_to_stop():
+    picky = "{{ raise_exception('I only like cats') }}"
+    with pytest.raises(UnusableRow, match="I only like cats"):
+        answers(template(picky), ASK, ANSWER)
+
+
+def test_a_tokenizer_without_template_and_a_template_that_is_not_jinja_are_explained():
+    with pytest.raises(DataError, match="no chat template"):
+        template("")
+    with pytest.raises(DataError, match="not valid Jinja, line 1"):
+        template("{% if %}")
+
+
+def test_a_token_across_the_border_of_the_answer_is_split_as_a_server_would():
+    glued = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+    glued += "{% if add_generation_prompt %}assistant:{% endif %}"
+    chat_template = template(glued)
+    conversation = trim_to_last_answer(Conversation((ASK, {"role": "assistant", "content": "apples are"})))
+    (marked,), _ = mark_answers(chat_template, conversation)
+    for start in range(1, len(marked.text) - 2):
+        document = tokenize(chat_template.tokenizer, type(marked)(marked.text, ((start, len(marked.text)),)))
+        supervised = document.input_ids[document.supervised].tolist()
+        assert decode(chat_template.tokenizer, supervised) == marked.text[start:]
+        assert np.all(np.diff(document.supervised.astype(int)) >= 0)
