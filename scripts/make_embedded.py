@@ -73,13 +73,15 @@ class Recipe:
     rows: int
     """Rows generated before training; they are used again when the time allows more steps."""
     learning_rate: float
+    seconds: float
+    """Time for the optimizer steps."""
 
 
 RECIPES = {
-    ("tiny", "cuda"): Recipe(row_tokens=256, batch=512, rows=400_000, learning_rate=3e-3),
-    ("tiny", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=3e-3),
-    ("hybrid", "cuda"): Recipe(row_tokens=128, batch=512, rows=400_000, learning_rate=4e-3),
-    ("hybrid", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=4e-3),
+    ("tiny", "cuda"): Recipe(row_tokens=256, batch=512, rows=400_000, learning_rate=3e-3, seconds=100),
+    ("tiny", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=3e-3, seconds=600),
+    ("hybrid", "cuda"): Recipe(row_tokens=128, batch=512, rows=200_000, learning_rate=4e-3, seconds=60),
+    ("hybrid", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=4e-3, seconds=300),
 }
 
 
@@ -201,7 +203,8 @@ def generate_corpus(tokenizer_json: str, recipe: Recipe) -> tuple[Tensor, Tensor
         (tokenizer_json, FIRST_ROW_SEED + number, chunk, recipe.row_tokens)
         for number in range(recipe.rows // chunk)
     ]
-    with get_context("spawn").Pool(os.cpu_count()) as pool:
+    # Forked workers need no second import of torch; they never touch a GPU.
+    with get_context("fork").Pool(os.cpu_count()) as pool:
         parts = pool.map(make_rows, jobs, chunksize=1)
     return tuple(torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
 
@@ -278,7 +281,7 @@ def report_quality(model: Any, tokenizer: Any, count: int) -> None:
         print(f"{task.name:10s} {exact}  ended {ended[task.name] / asked[task.name]:6.1%}")
 
 
-def make_target(name: str, out: Path, device: torch.device, seconds: float) -> None:
+def make_target(name: str, out: Path, device: torch.device, seconds: float | None) -> None:
     """Train one target and write its folder."""
     folder = out / name
     tokenizer = build_tokenizer()
@@ -288,13 +291,13 @@ def make_target(name: str, out: Path, device: torch.device, seconds: float) -> N
         "pad_token_id": tokenizer.pad_token_id,
     }
     recipe = RECIPES[name, device.type]
-    torch.manual_seed(0)
-    model = {"tiny": build_tiny, "hybrid": build_hybrid}[name](special).to(device)
-    print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     start = time.monotonic()
     corpus = generate_corpus(tokenizer.backend_tokenizer.to_str(), recipe)
     print(f"{corpus[0].numel():,} tokens generated in {time.monotonic() - start:.0f} s", flush=True)
-    train(model, corpus, recipe, seconds, device)
+    torch.manual_seed(0)
+    model = {"tiny": build_tiny, "hybrid": build_hybrid}[name](special).to(device)
+    print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    train(model, corpus, recipe, recipe.seconds if seconds is None else seconds, device)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     add_flat_rope_theta(folder / "config.json")
@@ -346,7 +349,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("tiny", "hybrid", "data"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=90.0, help="time for the training steps of a target")
+    parser.add_argument("--seconds", type=float, help="time for the steps; the recipe's own when left out")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "src" / "draftline" / "embedded")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
