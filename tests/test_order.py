@@ -46,6 +46,7 @@ def test_the_numbers_of_the_purposes_never_change():
         "DOCUMENT_ORDER": 1,
         "ROW_ORDER": 2,
         "ANCHORS": 3,
+        "PACKING": 4,
     }
 
 

@@ -79,7 +79,7 @@ def test_a_document_is_anchored_anew_in_each_pass():
 
 
 def test_the_tables_of_a_row_are_those_of_its_anchors_and_documents():
-    source = RowSource(store_of_lengths([90, 60, 50, 41, 30, 200]), shape(windows=WINDOWS), seed=2)
+    source = RowSource(store_of_lengths([90, 60, 50, 41, 30, 256]), shape(windows=WINDOWS), seed=2)
     for number in range(3):
         row = source.row(number)
         for (window, causal), tables in zip(WINDOWS, row.tables, strict=True):

@@ -77,7 +77,7 @@ def dense_mask(blocks: Blocks, window: int | None, causal: bool) -> np.ndarray:
 def tile_kinds(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Partial and full tiles of a dense mask, two bool [query tiles, key tiles]."""
     tiles = mask.reshape(mask.shape[0] // TILE, TILE, mask.shape[1] // TILE, TILE)
-    some, every = tiles.any(axis=(1, 3)), tiles.all(axis=(1, 3))
+    some, every = np.asarray(tiles.any(axis=(1, 3))), np.asarray(tiles.all(axis=(1, 3)))
     return some & ~every, every
 
 
@@ -134,6 +134,19 @@ def test_a_window_edge_may_fall_on_any_token_of_a_tile(block_size: int):
     blocks = Blocks((384,), np.full(num_blocks, 300), np.ones(num_blocks, dtype=bool), 384, block_size)
     for window in range(block_size, 384):
         assert_tables_are_exact(blocks, window, causal=True)
+
+
+def test_an_anchor_may_fall_on_any_token_of_a_tile():
+    for anchor in range(300):
+        blocks = Blocks((300,), np.full(8, anchor), np.ones(8, dtype=bool), 384, 16)
+        assert_tables_are_exact(blocks, window=None, causal=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_last_valid_block_may_be_any_and_may_lie_across_tiles(causal: bool):
+    for num_valid in (0, 1, 18, 19, 36, 37, 54, 55, 73, 128):
+        blocks = Blocks((100,), np.zeros(128, dtype=np.int64), np.arange(128) < num_valid, 128, 7)
+        assert_tables_are_exact(blocks, window=None, causal=causal)
 
 
 @settings(deadline=None, max_examples=8)

@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     DOCUMENT_ORDER = 1
     ROW_ORDER = 2
     ANCHORS = 3
+    PACKING = 4
 
 
 def raw_draws(seed: int, purpose: Purpose, *counters: int, n: int) -> np.ndarray:

@@ -24,18 +24,20 @@ KEPT_WINDOWS = 8
 Rows = list[np.ndarray]  # documents of each row, int64
 
 
-def pack(lengths: np.ndarray, token_budget: int) -> list[list[int]]:
-    """Best-fit decreasing: the item numbers of each row; no item is cut.
+def pack(lengths: np.ndarray, priorities: np.ndarray, token_budget: int) -> list[list[int]]:
+    """Best fit: the item numbers of each row; no item is cut.
 
     Args:
         lengths: tokens of each item, none above `token_budget`, int [items].
+        priorities: items are placed from the highest down; rows fill best when that is nearly the order of
+            the lengths, int64 [items].
         token_budget: tokens that a row holds.
     """
     rows: list[list[int]] = []
     # Sorted, each entry free tokens x number of items + row: one bisection finds the tightest fit.
     free: list[int] = []
     base = len(lengths)
-    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    order = np.argsort(-priorities, kind="stable")
     for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         fit = bisect.bisect_left(free, length * base)
         if fit == len(free):
@@ -112,7 +114,11 @@ class RowIndex:
         epoch, start = divmod(first, len(self._lengths))
         positions = np.arange(start, start + self._first_document(window + 1) - first)
         documents = shuffled(positions, len(self._lengths), self._seed, epoch)
-        rows = pack(self._lengths[documents], self._token_budget)
-        # Best fit builds rows from the longest document down; training must not see them in that order.
+        lengths = self._lengths[documents].astype(np.int64)
+        # By length alone, a small store would put the same documents together in every pass. Up to 10 % of
+        # noise brings new company and costs no room.
+        noise = raw_draws(self._seed, Purpose.PACKING, window, n=len(lengths)) % np.uint64(100)
+        rows = pack(lengths, lengths * (1000 + noise.astype(np.int64)), self._token_budget)
+        # The rows of long documents are opened first; training must not see them in that order.
         order = np.argsort(raw_draws(self._seed, Purpose.ROW_ORDER, window, n=len(rows)), kind="stable")
         return [documents[rows[row]] for row in order.tolist()]
