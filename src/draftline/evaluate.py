@@ -1,0 +1,251 @@
+"""Acceptance length (tau), exactly and without speculative decoding: replay.
+
+The target's greedy answer is written once. One more pass over prompt and answer gives all taps; the drafter
+then drafts at every answer token at once, and a walk that jumps by what would have been accepted visits the
+very steps that the decoder takes (tests/test_decode_replay.py). No cache is rolled back, so it is exact for
+recurrent targets too, and an answer serves every later evaluation of a run.
+
+Published acceptance lengths differ in definition by up to 5 % on the same decoding. Here tau counts the
+target's own token of each step, truncates the last block and pools all steps, as an engine's counters do;
+tau_macro is the mean of per-prompt means that z-lab prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftline.decode import Decoded, decode
+from draftline.drafter.draft import BlockDrafter
+from draftline.drafter.model import Drafter
+from draftline.errors import DataError
+from draftline.greedy import CachedTarget, Limit, greedy, greedy_batch
+from draftline.target.load import Target
+
+BLOCKS_AT_ONCE = 32
+"""Blocks in one drafter pass of a replay; more only adds pairs of blocks that do not see each other."""
+RESAMPLES = 1000
+"""Bootstrap draws behind a confidence interval."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out prompt."""
+
+    input_ids: tuple[int, ...]
+    task: str = "all"
+    """Slice that it is reported under."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A prompt with the target's own greedy answer."""
+
+    prompt: Prompt
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The verify steps of one answer."""
+
+    produced: tuple[int, ...]
+    """Tokens of each step, the last one cut at the end of the answer."""
+    accepted: tuple[int, ...]
+    """Drafts kept in each step."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How well drafts are accepted over some prompts."""
+
+    tau: float
+    """Tokens per verify step, the target's own token included, pooled over all steps."""
+    tau_low: float
+    tau_high: float
+    """95 % confidence interval of tau, by resampling prompts."""
+    tau_macro: float
+    """Mean over prompts of each prompt's own tau (z-lab's figure)."""
+    accept_pos: tuple[float, ...]
+    """Share of steps in which at least 1, 2, ... B - 1 drafts were kept."""
+    verify_steps: int
+    tokens: int
+    """Tokens that these steps produced."""
+    prompts: int
+    """Prompts whose answer has at least one verify step."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The outcome over all prompts and over each task."""
+
+    overall: Acceptance
+    tasks: dict[str, Acceptance]
+
+
+def reference_answers(target: Target, prompts: Sequence[Prompt], limit: Limit) -> list[Reference]:
+    """The target's greedy answers; made once, they serve every evaluation against this target.
+
+    Raises:
+        DataError: a prompt is empty.
+    """
+    answers = greedy_batch(target, [prompt.input_ids for prompt in prompts], limit)
+    return [Reference(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def evaluate(target: Target, drafter: Drafter, references: Sequence[Reference], seed: int = 0) -> Evaluation:
+    """Replay every answer.
+
+    Args:
+        seed: of the confidence intervals.
+
+    Raises:
+        DataError: no answer is long enough to have a verify step.
+    """
+    walks = [replay(target, drafter, reference) for reference in references]
+    slots = drafter.spec.block_size - 1
+    tasks: dict[str, list[Walk]] = {}
+    for steps, reference in zip(walks, references, strict=True):
+        tasks.setdefault(reference.prompt.task, []).append(steps)
+    return Evaluation(
+        overall=acceptance(walks, slots, seed),
+        tasks={
+            name: acceptance(members, slots, seed)
+            for name, members in sorted(tasks.items())
+            if any(steps.produced for steps in members)
+        },
+    )
+
+
+@torch.inference_mode()
+def replay(target: Target, drafter: Drafter, reference: Reference) -> Walk:
+    """The verify steps that speculative decoding would take for one answer."""
+    prompt, answer = reference.prompt.input_ids, reference.answer
+    if len(answer) < 2:
+        return Walk((), ())
+    text = torch.tensor([*prompt, *answer], device=target.device)
+    # The last token is never an anchor and the one before it never a context, yet its row must exist.
+    taps = CachedTarget(target, drafter.spec.target_layer_ids).feed(text[:-1], num_logits=1).taps
+    block = BlockDrafter(drafter, target.embedding, target.head, len(text) - 1)
+    block.observe(taps)
+    anchors = torch.arange(len(prompt), len(text) - 1, device=target.device)
+    runs = [_leading_runs(block, text, chunk) for chunk in anchors.split(BLOCKS_AT_ONCE)]
+    return walk(torch.cat(runs).tolist())
+
+
+def _leading_runs(block: BlockDrafter, text: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """Leading drafts that equal the text, at each anchor, int64 [A]; the end of the text ends a run."""
+    drafts = block.logits_at(text, anchors).argmax(dim=-1)  # [A, B-1]
+    places = anchors[:, None] + torch.arange(1, drafts.shape[1] + 1, device=anchors.device)
+    inside = places < len(text)
+    right = inside & (drafts == text[places.clamp_max(len(text) - 1)])
+    return right.long().cumprod(dim=1).sum(dim=1)
+
+
+def walk(runs: Sequence[int]) -> Walk:
+    """The steps of an answer of n tokens, from the run of right drafts at each of its first n - 1 tokens."""
+    produced: list[int] = []
+    accepted: list[int] = []
+    place = 0
+    while place < len(runs):
+        produced.append(min(runs[place] + 1, len(runs) - place))
+        accepted.append(min(runs[place], produced[-1]))
+        place += produced[-1]
+    return Walk(tuple(produced), tuple(accepted))
+
+
+def acceptance(walks: Sequence[Walk], slots: int, seed: int = 0) -> Acceptance:
+    """Pool the steps of some answers.
+
+    Args:
+        slots: drafts of a block, B - 1.
+
+    Raises:
+        DataError: there is no verify step.
+    """
+    tokens = np.array([sum(walk.produced) for walk in walks if walk.produced])
+    steps = np.array([len(walk.produced) for walk in walks if walk.produced])
+    if len(steps) == 0:
+        raise DataError(
+            "no answer has two tokens, so there is no verify step to measure; raise max_new_tokens or use "
+            "prompts that the target answers at more length"
+        )
+    kept = np.concatenate([walk.accepted for walk in walks])
+    low, high = _confidence_interval(tokens, steps, seed)
+    return Acceptance(
+        tau=float(tokens.sum() / steps.sum()),
+        tau_low=low,
+        tau_high=high,
+        tau_macro=float((tokens / steps).mean()),
+        accept_pos=tuple(float((kept >= slot).mean()) for slot in range(1, slots + 1)),
+        verify_steps=int(steps.sum()),
+        tokens=int(tokens.sum()),
+        prompts=len(steps),
+    )
+
+
+def _confidence_interval(tokens: np.ndarray, steps: np.ndarray, seed: int) -> tuple[float, float]:
+    """95 % interval of the pooled ratio. Prompts are resampled, not steps: those of one answer are alike."""
+    draws = np.random.default_rng(seed).integers(0, len(steps), size=(RESAMPLES, len(steps)))
+    taus = tokens[draws].sum(axis=1) / steps[draws].sum(axis=1)
+    low, high = np.percentile(taus, [2.5, 97.5])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Speculative decoding beside plain greedy decoding, both by the real decoder, one prompt at a time."""
+
+    prompts: int
+    identical: int
+    """Answers equal to plain greedy decoding, token for token."""
+    tokens: int
+    tau: float
+    """Pooled, as the decoder counted it."""
+    plain_tokens_per_s: float
+    speculative_tokens_per_s: float
+    speedup: float
+    draft_ms: float
+    verify_ms: float
+    """Mean of a step."""
+
+
+def compare(target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit) -> Comparison:
+    """Decode every prompt twice and compare text and time, prompt reading included.
+
+    Raises:
+        DataError: there is no prompt, or one is empty.
+    """
+    if not prompts:
+        raise DataError("there is no prompt to compare decoding on; give at least one")
+    plain_s, identical, results = 0.0, 0, list[Decoded]()
+    for prompt in prompts:
+        start = time.perf_counter()
+        answer = greedy(target, prompt.input_ids, limit)
+        plain_s += time.perf_counter() - start
+        results.append(decode(target, drafter, prompt.input_ids, limit))
+        identical += list(results[-1].tokens) == answer
+    return _comparison(results, identical, plain_s)
+
+
+def _comparison(results: Sequence[Decoded], identical: int, plain_s: float) -> Comparison:
+    tokens = sum(len(result.tokens) for result in results)
+    steps = max(1, sum(len(result.produced) for result in results))
+    draft_s = sum(result.draft_s for result in results)
+    verify_s = sum(result.verify_s for result in results)
+    speculative_s = draft_s + verify_s + sum(result.prefill_s for result in results)
+    return Comparison(
+        prompts=len(results),
+        identical=identical,
+        tokens=tokens,
+        tau=sum(sum(result.produced) for result in results) / steps,
+        plain_tokens_per_s=tokens / plain_s,
+        speculative_tokens_per_s=tokens / speculative_s,
+        speedup=plain_s / speculative_s,
+        draft_ms=1000 * draft_s / steps,
+        verify_ms=1000 * verify_s / steps,
+    )
