@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
 from draftline.compiling import cache_entries, compile_isolated, isolated_code
 
@@ -53,5 +54,5 @@ def test_a_graph_break_is_an_error_and_no_slower_path() -> None:
         print(x)
         return x + 1 if x.sum() > 0 else x
 
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(Unsupported):
         compile_isolated(breaks, "w", backend="eager")(torch.ones(2))

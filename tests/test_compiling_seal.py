@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from draftline.compiling import Seal, compile_isolated, gate, seal, unseal
@@ -116,8 +117,7 @@ def test_checkpointing_recomputes_after_the_seal_without_compiling(
 
 def test_eager_flex_attention_in_another_thread_is_refused_before_it_traces(sealed: Seal) -> None:
     q = torch.ones(1, 1, 8, 8)
-    flex = torch.nn.attention.flex_attention.flex_attention
-    assert isinstance(in_thread(lambda: flex(q, q, q), "stray"), AttentionFallbackError)
+    assert isinstance(in_thread(lambda: flex_attention(q, q, q), "stray"), AttentionFallbackError)
     assert sealed.violations[0].thread == "stray"
 
 

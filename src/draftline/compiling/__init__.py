@@ -2,7 +2,7 @@
 
 Knows nothing of DFlash. docs/compiling.md is its page; the order of use in a program:
 
-1. `tripwire.arm()` first thing: dense flex_attention raises from here on.
+1. `tripwire.arm()` and `prepare_profiler()` on the main thread: dense flex_attention raises from here on.
 2. Each worker thread, inside `gate.compiling`: build, run whole steps with functions from
    `compile_isolated`, `prove` what ran, and on CUDA record a `CapturedStep`.
 3. `seal()` when all are done: whatever would compile now is an error.
@@ -11,7 +11,15 @@ Knows nothing of DFlash. docs/compiling.md is its page; the order of use in a pr
 from draftline.compiling import gate, tripwire
 from draftline.compiling.graphs import CapturedStep, LaunchedStep, Step
 from draftline.compiling.isolate import cache_entries, compile_isolated, isolated_code
-from draftline.compiling.proof import FLEX_BACKWARD, FLEX_FORWARD, SDPA, Expectation, Proof, prove
+from draftline.compiling.proof import (
+    FLEX_BACKWARD,
+    FLEX_FORWARD,
+    SDPA,
+    Expectation,
+    Proof,
+    prepare_profiler,
+    prove,
+)
 from draftline.compiling.seal import Seal, Violation, seal, unseal
 from draftline.compiling.watch import Compilation, compilations
 
@@ -32,6 +40,7 @@ __all__ = [
     "compile_isolated",
     "gate",
     "isolated_code",
+    "prepare_profiler",
     "prove",
     "seal",
     "tripwire",

@@ -57,6 +57,17 @@ class Proof:
     """None on a CPU."""
 
 
+def prepare_profiler() -> None:
+    """Start the profiler once. Call it on the main thread, before any worker proves itself.
+
+    PyTorch's profiler insists on being started first by the thread that imported it, and prints an error
+    otherwise; what it starts (CUPTI on a GPU) also takes a moment that is better not spent in the gate.
+    """
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True):
+        pass
+
+
 def prove(step: Callable[[], object], *, expect: Expectation, device: torch.device) -> Proof:
     """Run `step` once under the profiler and compare what ran with `expect`.
 
@@ -99,13 +110,13 @@ def prove(step: Callable[[], object], *, expect: Expectation, device: torch.devi
 def _profile(step: Callable[[], object], device: torch.device) -> Counter[str]:
     """Names of what ran on `device` during one step, with their number."""
     if device.type != "cuda":
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             step()
         return Counter(event.name for event in profiler.events() or ())
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     # No CPU activity: Inductor marks each launch with an operator that bears the kernel's name.
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize(device)
     index = torch.cuda.current_device() if device.index is None else device.index
