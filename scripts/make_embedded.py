@@ -13,235 +13,23 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from multiprocessing import get_context
+from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
-from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from embedded_models import build_hybrid, build_tiny, build_tokenizer
+from embedded_training import RECIPES, generate_corpus, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "src"))
+from draftline.embedded.grammar import TASKS, sample, task_at
 
-from draftline.embedded.grammar import TASKS, sample, task_at  # noqa: E402
-
-PAD, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
-VOCABULARY = 512
-ROPE_THETA = 10_000.0
-TOKENIZER_SEED, DATA_SEED, TEST_SEED = 1, 2, 3
-FIRST_ROW_SEED = 1_000
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1] / "src" / "draftline" / "embedded"
+DATA_SEED, TEST_SEED = 2, 3
 MAX_ANSWER = 144
 """Tokens; no answer of the grammar is longer."""
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one target is trained on one kind of device."""
-
-    row_tokens: int
-    batch: int
-    rows: int
-    """Rows generated before training; they are used again when the time allows more steps."""
-    learning_rate: float
-    seconds: float
-    """Time for the optimizer steps."""
-
-
-RECIPES = {
-    ("tiny", "cuda"): Recipe(row_tokens=256, batch=512, rows=400_000, learning_rate=3e-3, seconds=100),
-    ("tiny", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=3e-3, seconds=600),
-    ("hybrid", "cuda"): Recipe(row_tokens=128, batch=512, rows=200_000, learning_rate=4e-3, seconds=60),
-    ("hybrid", "cpu"): Recipe(row_tokens=128, batch=8, rows=4_000, learning_rate=4e-3, seconds=300),
-}
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from the grammar; single digits, so that sums can be carried."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[PAD, TURN_START, TURN_END, MASK],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    texts = (text for index in range(20_000) for text in sample(TOKENIZER_SEED, index, "train"))
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=TURN_START,
-        eos_token=TURN_END,
-        pad_token=PAD,
-        mask_token=MASK,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def build_tiny(special: dict[str, int]) -> Qwen3ForCausalLM:
-    """Eight layers, so that the published rule for taps gives distinct ones."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        tie_word_embeddings=True,
-        **special,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def build_hybrid(special: dict[str, int]) -> Qwen3_5ForCausalLM:
-    """Every fourth layer has full attention, the others the gated delta rule."""
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=80,
-        intermediate_size=160,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        max_position_embeddings=2048,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": ROPE_THETA,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-        tie_word_embeddings=True,
-        **special,
-    )
-    return Qwen3_5ForCausalLM(config)
-
-
-def make_rows(job: tuple[str, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of whole conversations, several exchanges each, cut at the row's end.
-
-    Returns ids int16 [rows, row_tokens] and supervised bool [rows, row_tokens] (the assistant's words).
-    """
-    tokenizer_json, seed, rows, row_tokens = job
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    newline = tokenizer.encode("\n").ids
-    exchanges = rows * row_tokens // 50  # An exchange has 79 tokens on average, and rows cut their last one.
-    order = list(range(exchanges))
-    Random(seed).shuffle(order)
-    pairs = [sample(seed, index, "train") for index in order]
-    asked = tokenizer.encode_batch_fast(
-        [f"{TURN_START}user\n{p}{TURN_END}\n{TURN_START}assistant\n" for p, _ in pairs]
-    )
-    answered = tokenizer.encode_batch_fast([f"{a}{TURN_END}" for _, a in pairs])
-    turns = [(q.ids, a.ids + newline) for q, a in zip(asked, answered, strict=True)]
-    return pack(iter(turns), rows, row_tokens)
-
-
-def pack(
-    turns: Iterable[tuple[list[int], list[int]]], rows: int, row_tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Lay exchanges one after another; each row starts with a new exchange."""
-    ids = np.zeros((rows, row_tokens), np.int16)
-    supervised = np.zeros((rows, row_tokens), bool)
-    supply = iter(turns)
-    for row in range(rows):
-        filled = 0
-        while filled < row_tokens:
-            question, answer = next(supply)
-            tokens = (question + answer)[: row_tokens - filled]
-            ids[row, filled : filled + len(tokens)] = tokens
-            # The newline after the end of turn is written by the template, not by the assistant.
-            supervised[row, filled + len(question) : filled + len(question) + len(answer) - 1] = True
-            filled += len(tokens)
-    return ids, supervised
-
-
-def generate_corpus(tokenizer_json: str, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """All rows, made by every core. Returns ids int16 and supervised bool, [rows, row_tokens]."""
-    chunk = 2_000
-    jobs = [
-        (tokenizer_json, FIRST_ROW_SEED + number, chunk, recipe.row_tokens)
-        for number in range(recipe.rows // chunk)
-    ]
-    # Forked workers need no second import of torch; they never touch a GPU.
-    with get_context("fork").Pool(os.cpu_count()) as pool:
-        parts = pool.map(make_rows, jobs, chunksize=1)
-    return tuple(torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
-
-
-def train(
-    model: Any, corpus: tuple[Tensor, Tensor], recipe: Recipe, seconds: float, device: torch.device
-) -> None:
-    """AdamW for a given time; the learning rate rises quickly and falls linearly to zero with it."""
-    ids, supervised = (tensor.to(device) for tensor in corpus)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.05, fused=device.type == "cuda"
-    )
-    generator = torch.Generator(device).manual_seed(0)
-    start, step, used = time.monotonic(), 0, 0.0
-    while used < 1.0:
-        warmup = min(1.0, used / 0.03)
-        optimizer.param_groups[0]["lr"] = recipe.learning_rate * warmup * (1.0 - used)
-        picked = torch.randint(len(ids), (recipe.batch,), device=device, generator=generator)
-        loss = batch_loss(model, ids[picked].long(), supervised[picked])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 50 == 0:
-            rate = step * recipe.batch * recipe.row_tokens / (time.monotonic() - start)
-            print(f"step {step:5d}  loss {loss.item():.4f}  {rate:,.0f} tokens/s", flush=True)
-        step += 1
-        used = (time.monotonic() - start) / seconds
-    print(f"trained {step} steps of {recipe.batch} x {recipe.row_tokens} tokens", flush=True)
-
-
-def batch_loss(model: Any, ids: Tensor, supervised: Tensor) -> Tensor:
-    """Mean cross-entropy of the assistant's tokens; ids [rows, tokens]."""
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    labels = ids[:, 1:].masked_fill(~supervised[:, 1:], -100)
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
 @torch.no_grad()
@@ -350,7 +138,7 @@ def main() -> None:
     parser.add_argument("what", choices=("tiny", "hybrid", "data"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="time for the steps; the recipe's own when left out")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "src" / "draftline" / "embedded")
+    parser.add_argument("--out", type=Path, default=PACKAGE_FOLDER)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if arguments.what == "data":
