@@ -1,13 +1,22 @@
 """A step is believed by what it ran: counts of kernels, no dense attention, no compilation."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftline.compiling import FLEX_BACKWARD, FLEX_FORWARD, SDPA, Expectation, compile_isolated, prove
+from draftline.compiling import (
+    FLEX_BACKWARD,
+    FLEX_FORWARD,
+    SDPA,
+    Expectation,
+    compile_isolated,
+    prepare_profiler,
+    prove,
+)
 from draftline.errors import AttentionFallbackError
 
 CPU = torch.device("cpu")
@@ -25,6 +34,13 @@ def test_a_step_that_ran_what_was_promised_is_proved_with_its_counts() -> None:
     assert proof.events["aten::scaled_dot_product_attention"] == 2
     assert (proof.dense_calls, proof.compilations, proof.peak_memory_bytes) == (0, (), None)
     assert proof.thread == "MainThread"
+
+
+def test_a_worker_thread_proves_its_own_step() -> None:
+    prepare_profiler()
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter") as pool:
+        proof = pool.submit(prove, two_layers, expect=Expectation({DISPATCHED: 2}), device=CPU).result(30)
+    assert (proof.thread, proof.counts) == ("drafter_0", {DISPATCHED: 2})
 
 
 def test_a_wrong_count_is_refused_with_what_ran_instead() -> None:

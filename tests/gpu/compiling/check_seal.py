@@ -60,7 +60,7 @@ def main() -> None:
         )
         message = str(outcome.errors.pop("offender", "nothing was raised"))
         refused[name] = {
-            "as_expected": bool(re.search(reason, message)) and outcome.clean,
+            "as_expected": bool(re.search(reason, message, flags=re.DOTALL)) and outcome.clean,
             "message": message[:400],
             "others": outcome.detail(),
         }

@@ -45,9 +45,9 @@ class Check:
 def checks(num_processes: int) -> list[Check]:
     """All of them, the longest first."""
     refused = {"exit_code": 9}
+    mutated = {"exit_code": 1, "message": "FAIL cold threads, gate off", "may_crash": True, "is_cold": True}
     mutation = [
-        Check(f"mutation {i}", "check_cold.py", ("--gate", "off"), 1, "FAIL cold threads, gate off", True, True, 60)
-        for i in range(3)
+        Check(f"mutation {i}", "check_cold.py", ("--gate", "off"), timeout_s=60, **mutated) for i in range(3)
     ]
     cold = [
         Check(f"cold threads {i}", "check_cold.py", is_cold=i < num_processes // 5)
