@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ _ROLES = {
 }
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
 _MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "labels")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -181,18 +183,20 @@ def _message(raw: Any) -> dict[str, Any]:
 def _text(content: Any) -> str:
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     if isinstance(content, list):
         return "".join(_part_text(part) for part in content)
-    raise UnusableRow(Reason.NOT_TEXT, f"a {type(content).__name__}")
+    if not isinstance(content, str):
+        raise UnusableRow(Reason.NOT_TEXT, f"a {type(content).__name__}")
+    if _SURROGATE.search(content):
+        raise UnusableRow(Reason.NOT_TEXT, "half of a surrogate pair, which no tokenizer takes")
+    return content
 
 
 def _part_text(part: Any) -> str:
     if isinstance(part, str):
-        return part
+        return _text(part)
     if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return part["text"]
+        return _text(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise UnusableRow(Reason.NOT_TEXT, f"a part of type {kind!r}")
 

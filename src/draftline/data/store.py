@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ class StoreWriter:
         self._final = path
         self._folder = path.with_name(f".{path.name}.writing")
         self._shards: list[dict[str, Any]] = []
-        self._keys: list[np.ndarray] = []
+        self._keys = array("Q")
         self._rows_seen = 0
         self._tokens = 0
         self._rows = 0
@@ -211,7 +212,8 @@ class StoreWriter:
         writer = self._writer or pa.ipc.new_file(str(self._shard_path()), SCHEMA)
         self._writer = writer
         writer.write_batch(batch)
-        self._keys.append(batch.column("key").to_numpy())
+        # Copied: a view would keep the whole batch in memory.
+        self._keys.frombytes(batch.column("key").to_numpy().tobytes())
         self._rows_seen += len(np.unique(batch.column("source").to_numpy()))
         self._tokens += len(batch.column(0).values)
         self._rows += batch.num_rows
@@ -220,9 +222,7 @@ class StoreWriter:
 
     def duplicates(self) -> int:
         """Source rows whose content an earlier row already had. 8 bytes of memory a document."""
-        if not self._keys:
-            return 0
-        return self._rows_seen - len(np.unique(np.concatenate(self._keys)))
+        return self._rows_seen - len(np.unique(np.asarray(self._keys)))
 
     def commit(self, manifest: dict[str, Any], report: dict[str, Any]) -> None:
         """Finish the shards, write report and manifest, and put the folder in its place."""

@@ -1,0 +1,132 @@
+"""Every common form of a row becomes the same conversation; everything else is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftline.data.conversations import (
+    Conversation,
+    TokenRow,
+    has_reasoning,
+    parse_record,
+    trim_to_last_answer,
+)
+from draftline.data.reasons import Reason, UnusableRow
+
+ASK = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "hello"}
+
+SAME = [
+    {"messages": [ASK, ANSWER]},
+    {"messages": '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]'},
+    {"messages": [{**ASK, "tool_calls": None}, {**ANSWER, "tool_calls": []}], "id": 7, "domain": "chat"},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ANSWER]},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+    {"conversation": [{"role": "User", "content": "hi"}, {"role": "ASSISTANT", "content": "hello"}]},
+    {"prompt": "hi", "response": "hello"},
+    {"prompt": "hi", "completion": "hello"},
+    {"prompt": [ASK], "completion": [ANSWER]},
+    {"instruction": "hi", "input": "", "output": "hello"},
+]
+
+
+@pytest.mark.parametrize("record", SAME)
+def test_every_form_of_the_same_turns_is_the_same_conversation(record):
+    conversation = parse_record(record)
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages == (ASK, ANSWER)
+    assert conversation.key == parse_record(SAME[0]).key
+
+
+def test_a_system_prompt_beside_the_turns_comes_first():
+    for record in ({"prompt": "hi", "response": "hello"}, {"messages": [ASK, ANSWER]}):
+        conversation = parse_record({**record, "system": "Be brief."})
+        assert isinstance(conversation, Conversation)
+        assert conversation.messages[0] == {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_under_any_name_is_reasoning(name):
+    conversation = parse_record({"messages": [ASK, {**ANSWER, name: "say hello"}]})
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[1]["reasoning_content"] == "say hello"
+    assert has_reasoning(conversation.messages[1])
+
+
+def test_a_sharegpt_function_call_becomes_a_tool_call_and_its_result_a_tool_turn():
+    call = '{"name": "weather", "arguments": {"city": "Paris"}}'
+    turns = [("human", "hi"), ("function_call", call), ("observation", "sunny"), ("gpt", "hello")]
+    conversation = parse_record({"conversations": [{"from": who, "value": text} for who, text in turns]})
+    assert isinstance(conversation, Conversation)
+    assert [message["role"] for message in conversation.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+
+
+def test_arguments_that_are_not_json_stay_the_text_that_was_written():
+    calls = [{"function": {"name": "run", "arguments": "not { json"}}]
+    conversation = parse_record({"messages": [ASK, {"role": "assistant", "tool_calls": calls}]})
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == "not { json"
+
+
+@pytest.mark.parametrize("mask", ["loss_mask", "assistant_masks"])
+def test_token_ids_with_a_mask_need_no_template(mask):
+    row = parse_record({"input_ids": [5, 6, 7], mask: [0, 1, 1]})
+    assert row == TokenRow((5, 6, 7), (False, True, True))
+
+
+def test_labels_mark_what_is_not_supervised_by_minus_100():
+    assert parse_record({"input_ids": [5, 6], "labels": [-100, 6]}) == TokenRow((5, 6), (False, True))
+
+
+def test_the_ids_a_server_gave_are_supervised_after_its_prompt():
+    row = parse_record({"prompt_ids": [5, 6], "completion_ids": [7], "finish_reason": "length"})
+    assert row == TokenRow((5, 6, 7), (False, False, True), truncated=True)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (["not", "an", "object"], Reason.NOT_A_ROW),
+        ({"text": "raw"}, Reason.NOT_A_ROW),
+        ({"messages": "hello"}, Reason.NOT_A_ROW),
+        ({"messages": [["user", "hi"]]}, Reason.NOT_A_ROW),
+        ({"messages": [{"content": "hi"}]}, Reason.NOT_A_ROW),
+        ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"no": "name"}]}]}, Reason.NOT_A_ROW),
+        ({"messages": [ASK, ANSWER], "tools": "weather"}, Reason.NOT_A_ROW),
+        ({"input_ids": [1, 2]}, Reason.NOT_A_ROW),
+        ({"input_ids": "12", "loss_mask": [1]}, Reason.NOT_A_ROW),
+        ({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, Reason.LENGTHS_DIFFER),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, Reason.NOT_TEXT),
+        ({"messages": [{"role": "user", "content": 5}]}, Reason.NOT_TEXT),
+        ({"messages": [{"role": "user", "content": "half of an emoji \ud83d"}]}, Reason.NOT_TEXT),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_the_reason(record, reason):
+    with pytest.raises(UnusableRow) as refused:
+        parse_record(record)
+    assert refused.value.reason is reason
+    assert reason.malformed is (reason is not Reason.NOT_TEXT)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ((), Reason.NO_MESSAGES),
+        (({"role": "system", "content": "s"},), Reason.SYSTEM_ONLY),
+        ((ASK,), Reason.USER_ONLY),
+        ((ASK, {"role": "assistant", "content": " \n"}), Reason.EMPTY_ASSISTANT),
+        ((ASK, ASK, ANSWER), Reason.ROLES),
+        ((ASK, ANSWER, ANSWER), Reason.ROLES),
+    ],
+)
+def test_a_conversation_with_nothing_to_learn_from_is_refused_with_the_reason(messages, reason):
+    with pytest.raises(UnusableRow) as refused:
+        trim_to_last_answer(Conversation(messages))
+    assert refused.value.reason is reason
+    assert not reason.malformed
