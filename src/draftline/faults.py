@@ -45,10 +45,10 @@ class Fault(Frozen):
     """Step or row at which it fires."""
     kind: Literal["raise", "nan", "sleep", "hang", "oom", "kill", "terminate", "enospc"]
     """raise: an unexpected error; nan: fills the tensor given to the point; sleep: waits; hang: waits in C
-    and holds the interpreter lock; oom: device out of memory; kill: SIGKILL to this process; terminate:
-    SIGTERM to it; enospc: a full disk."""
+    for ever and holds the interpreter lock; oom: device out of memory; kill: SIGKILL to this process;
+    terminate: SIGTERM to it; enospc: a full disk."""
     seconds: int = Field(default=3600, ge=1)
-    """Seconds of `sleep` and `hang`."""
+    """Seconds of `sleep`."""
 
 
 class FaultPlan:
@@ -101,7 +101,7 @@ def _happen(fault: Fault, tensor: Tensor | None) -> None:
         case "sleep":
             time.sleep(fault.seconds)
         case "hang":
-            ctypes.PyDLL(None).sleep(fault.seconds)  # PyDLL keeps the interpreter lock during the call
+            _hold_the_interpreter_lock()
         case "oom":
             raise torch.OutOfMemoryError(name)
         case "kill":
@@ -110,6 +110,14 @@ def _happen(fault: Fault, tensor: Tensor | None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+
+def _hold_the_interpreter_lock() -> None:
+    """Lock a mutex twice. Unlike a sleep, that is not cut short by a signal; PyDLL keeps the lock."""
+    mutex = ctypes.create_string_buffer(128)  # zeros are an unlocked pthread_mutex_t
+    library = ctypes.PyDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _NAME = (
 _SECRET_KEY = re.compile(rf"-{{0,2}}(?:{_NAME}|token)", re.IGNORECASE)
 # In prose a bare "token: x" is about language, so only the forms of a flag or a URL count there.
 _ASSIGNMENT = re.compile(
-    rf"(?<![\w.-])((?:--)?{_NAME}[\"']?\s*[=:]\s*|(?:--|[?&])token=)(?!\s)[^\s,;&]+", re.IGNORECASE
+    rf"((?<![\w.-])(?:--)?{_NAME}[\"']?\s*[=:]\s*|(?:--|[?&])token=)(?!\s)[^\s,;&]+", re.IGNORECASE
 )
 _TOKENS = (
     re.compile(r"\bhf_[A-Za-z0-9]{16,}"),

@@ -1,8 +1,8 @@
 """A tiny training run with real checkpoints, in a process that a test may kill at any moment.
 
 `python -m tests.faults.toy_trainer` imports torch once and forks a trainer for every folder named on its
-standard input (a fresh interpreter for each of 50 kills would take minutes). It answers the process number, and
-later the exit status.
+standard input (a fresh interpreter for each of 50 kills would take minutes). It answers the process number,
+and later the exit status.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from draftline.folder import RunFolder
 
 STEPS = 120
 EVERY = 5
-WIDTH = 700
-"""4 MB of state: writing and hashing it takes several steps."""
+WIDTH = 500
+"""2 MB of state: writing and hashing it takes several steps."""
 
 
 @dataclass
