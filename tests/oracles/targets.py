@@ -120,7 +120,7 @@ def taught_drafter(target: Target, steps: int = 40, **changes: object) -> Drafte
 def _lesson(
     target: Target, spec: DrafterSpec, prompt: list[int], answer: list[int]
 ) -> tuple[TinyRow, Tensor]:
-    """One text as a row with a block at every answer token that has a whole block after it, and its labels."""
+    """A text as a row with a block at each answer token that has a whole block after it, and labels."""
     text = torch.tensor([*prompt, *answer])
     anchors = torch.arange(len(prompt), len(text) - spec.block_size + 1)
     valid = torch.ones_like(anchors, dtype=torch.bool)

@@ -1,0 +1,196 @@
+"""Write a drafter as the folder that z-lab's code, SGLang and vLLM load, and prove it by loading it back.
+
+`config.json` is written by hand, never through transformers: its `save_pretrained` drops the rope theta that
+older readers look for, and engines take a missing key's default without a word. Tensor names and shapes are
+z-lab's; there is no embedding and no head, which are the target's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftline.config import DrafterSpec
+from draftline.drafter.attention import sdpa_attend
+from draftline.drafter.blocks import block_positions
+from draftline.drafter.model import Drafter
+from draftline.errors import CheckpointError, ConfigError
+from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
+from draftline.importing import CONFIG, MODEL, load_drafter, match_tensors
+from draftline.published import ARCHITECTURE
+
+PROOF_CONTEXT = 40
+"""Context tokens of the block that an export is proved on."""
+PROOF_TOLERANCE = 1e-5
+
+
+def config_json(spec: DrafterSpec) -> str:
+    """`config.json` of a drafter, with every key that a reader may look for, wherever it may look."""
+    return json.dumps(_config(spec), indent=2) + "\n"
+
+
+def _config(spec: DrafterSpec) -> dict[str, Any]:
+    sliding = "sliding_attention" in spec.layer_types
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "block_size": spec.block_size,
+        "num_target_layers": spec.num_target_layers,
+        "dflash_config": _dflash_config(spec),
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "layer_types": list(spec.layer_types),
+        "use_sliding_window": sliding,
+        "sliding_window": spec.sliding_window if sliding else None,
+        "max_window_layers": spec.num_layers,
+        "max_position_embeddings": spec.max_position_embeddings,
+        # transformers 4 reads the first two and ignores the third, transformers 5 the other way round.
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_id,
+        "pad_token_id": spec.pad_token_id,
+    }
+    causal = {spec.causal_in_block(layer) for layer in range(spec.num_layers)}
+    if len(causal) == 1:
+        config["is_causal"] = causal.pop()
+    return config
+
+
+def _dflash_config(spec: DrafterSpec) -> dict[str, Any]:
+    nested: dict[str, Any] = {
+        "mask_token_id": spec.mask_token_id,
+        "target_layer_ids": list(spec.target_layer_ids),
+        "block_size": spec.block_size,
+        "num_target_layers": spec.num_target_layers,
+    }
+    if spec.input_embedding_scale != 1.0:
+        nested["input_embedding_scale"] = spec.input_embedding_scale
+    return nested
+
+
+def serving_tensors(spec: DrafterSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as they are served: bf16, contiguous, on the CPU, exactly the names and shapes of the spec.
+
+    Raises:
+        CheckpointError: a tensor is missing, unused or of another shape; all are listed.
+    """
+    matched = match_tensors(spec, weights, "the weights to export")
+    return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in matched.items()}
+
+
+def export_drafter(spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path) -> Path:
+    """Write and prove a drafter's folder; `out` appears whole or not at all.
+
+    An older drafter at `out` is replaced; a folder that holds anything else is refused.
+
+    Raises:
+        ConfigError: `out` exists and is not a drafter's folder.
+        CheckpointError: the weights do not fit the spec, or the folder does not read back as written.
+        DiskFullError: there is no room.
+    """
+    _refuse_other_folder(out)
+    tensors = serving_tensors(spec, weights)
+    temporary = out.with_name(TEMPORARY + out.name)
+    with disk_failures_explained(out.parent, "exporting the drafter"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _write(temporary, config_json(spec), tensors)
+        prove_export(spec, tensors, temporary)
+        _put_in_place(temporary, out)
+    return out
+
+
+def _refuse_other_folder(out: Path) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    known = {CONFIG, MODEL, "README.md"}
+    if not out.is_dir() or not (out / CONFIG).is_file() or {path.name for path in out.iterdir()} - known:
+        raise ConfigError(
+            f"{out} exists and holds something other than an exported drafter; choose another folder"
+        )
+
+
+def _put_in_place(temporary: Path, out: Path) -> None:
+    fs, old = FileSystem(), out.with_name(f"{TEMPORARY}old-{out.name}")
+    if out.exists():
+        fs.rename(out, old)
+    fs.rename(temporary, out)
+    fs.sync_folder(out.parent)
+    if old.exists():
+        remove_tree(fs, old)
+
+
+def _write(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+    fs = FileSystem()
+    if folder.exists():
+        remove_tree(fs, folder)
+    fs.make_folder(folder)
+    fs.write_bytes(folder / CONFIG, config.encode())
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    for name in (CONFIG, MODEL):
+        fs.sync_file(folder / name)
+    fs.sync_folder(folder)
+
+
+def prove_export(spec: DrafterSpec, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Load a folder back and compare architecture, names, shapes and the hidden states of one block, in fp32.
+
+    Raises:
+        CheckpointError: any of them differs.
+    """
+    read_spec, reloaded = load_drafter(folder)
+    differing = [
+        f"{name} {getattr(spec, name)!r} became {getattr(read_spec, name)!r}"
+        for name in type(spec).model_fields
+        if _meaning(spec, name) != _meaning(read_spec, name)
+    ]
+    if differing:
+        raise CheckpointError(f"the exported {folder / CONFIG} does not read back: {'; '.join(differing)}")
+    original = Drafter(spec)
+    original.load_state_dict(dict(tensors), strict=True)
+    difference = (proof_block(original.float()) - proof_block(reloaded.float())).abs().max().item()
+    if not difference <= PROOF_TOLERANCE:
+        raise CheckpointError(
+            f"the exported {folder / MODEL} computes something else: hidden states of one block differ by "
+            f"{difference:.3g} (at most {PROOF_TOLERANCE}); check the disk and export again"
+        )
+
+
+def _meaning(spec: DrafterSpec, name: str) -> object:
+    if name == "is_causal":  # None and the value it stands for serve alike
+        return [spec.causal_in_block(layer) for layer in range(spec.num_layers)]
+    if name == "sliding_window":
+        return [spec.window_of(layer) for layer in range(spec.num_layers)]
+    return getattr(spec, name)
+
+
+@torch.no_grad()
+def proof_block(drafter: Drafter) -> Tensor:
+    """Hidden states [B, D] of one block after a fixed random context."""
+    spec, generator = drafter.spec, torch.Generator().manual_seed(0)
+    taps = torch.randn(PROOF_CONTEXT, spec.num_taps * spec.hidden_size, generator=generator)
+    embeds = torch.randn(spec.block_size, spec.hidden_size, generator=generator)
+    positions = torch.arange(PROOF_CONTEXT + 1)
+    block = block_positions(positions, positions[-1:], spec.block_size)[0]
+    return drafter(embeds, taps, positions[:-1], block, sdpa_attend([None] * spec.num_layers))
