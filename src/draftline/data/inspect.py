@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.panel import Panel
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.document import Document
 from draftline.data.encoding import decode
-from draftline.data.store import TokenStore
+from draftline.data.store import Entry, TokenStore
 from draftline.errors import DataError
 
 SUPERVISED_STYLE = "black on green3"
@@ -24,7 +26,6 @@ _PAGE = """<!doctype html>
 body {{ font: 14px/1.6 ui-monospace, monospace; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #ccc; padding: 1rem; }}
 mark {{ background: #b8f0c0; }}
-mark i, span i {{ font-style: normal; border-right: 1px solid #0003; }}
 </style>
 <h1>{title}</h1><p>Marked: what the target wrote, and so what the drafter learns.</p>
 {body}
@@ -63,6 +64,16 @@ def marked_text(parts: Sequence[Segment], *, colour: bool) -> Text:
     return text
 
 
+def print_documents(
+    console: Console, store: TokenStore, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]
+) -> None:
+    """Print documents with what the target wrote marked, by colour where the console has it."""
+    for number in numbers:
+        entry = store.entry(number)
+        text = marked_text(segments(tokenizer, entry.document), colour=console.color_system is not None)
+        console.print(Panel(text, title=f"document {number}: {_summary(entry)}", title_align="left"))
+
+
 def select_documents(store: TokenStore, *, document: int | None, source: int | None) -> list[int]:
     """Documents by their own number, or all that came from one source row.
 
@@ -84,21 +95,20 @@ def select_documents(store: TokenStore, *, document: int | None, source: int | N
 def write_html(
     path: Path, store: TokenStore, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]
 ) -> None:
-    """A page of documents, each token separated, supervised ones marked."""
+    """A page of documents with what the target wrote marked."""
     body = "\n".join(_document_html(store, tokenizer, number) for number in numbers)
     path.write_text(_PAGE.format(title=html.escape(store.path.name), body=body), encoding="utf-8")
 
 
 def _document_html(store: TokenStore, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
     entry = store.entry(number)
-    document = entry.document
     parts = [
-        f"<{tag}>{html.escape(part.text)}</{tag}>"
-        for part in segments(tokenizer, document)
-        for tag in ("mark" if part.supervised else "span",)
+        f"<mark>{html.escape(part.text)}</mark>" if part.supervised else html.escape(part.text)
+        for part in segments(tokenizer, entry.document)
     ]
-    share = document.supervised.mean()
-    return (
-        f"<h2>document {number}</h2><p>source row {entry.source}, {len(document)} tokens, "
-        f"{int(document.supervised.sum())} supervised ({share:.0%})</p><pre>{''.join(parts)}</pre>"
-    )
+    return f"<h2>document {number}</h2><p>{_summary(entry)}</p><pre>{''.join(parts)}</pre>"
+
+
+def _summary(entry: Entry) -> str:
+    tokens, supervised = len(entry.document), int(entry.document.supervised.sum())
+    return f"source row {entry.source}, {tokens} tokens, {supervised} supervised ({supervised / tokens:.0%})"
