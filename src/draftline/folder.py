@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from draftline.config import Frozen
 from draftline.errors import ConfigError, FolderInUseError
-from draftline.fsio import FileSystem, disk_failures_explained, replace_bytes
+from draftline.fsio import FileSystem, disk_failures_explained, make_folders, replace_bytes
 from draftline.names import UnsafeNameError, read_regular
 
 LOCK = ".lock"
@@ -115,7 +115,7 @@ class RunFolder:
 
 def _open_lock(folder: Path) -> int:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(FileSystem(), folder)
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftline.errors import CheckpointError, DiskFullError
@@ -103,6 +103,16 @@ def require_space(fs: FileSystem, folder: Path, size: int) -> None:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+def make_folders(fs: FileSystem, path: Path) -> None:
+    """Create a folder and its missing parents, each durable before the next. One that exists is left alone."""
+    for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+        with suppress(
+            FileExistsError
+        ):  # another process starts in the same place; the lock decides between us
+            fs.make_folder(folder)
+        fs.sync_folder(folder.parent)
 
 
 def remove_tree(fs: FileSystem, path: Path) -> None:

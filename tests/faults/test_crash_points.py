@@ -139,6 +139,6 @@ def test_the_pointer_to_the_best_checkpoint_is_the_old_or_the_new_one(
 def test_the_folder_of_checkpoints_itself_survives_the_first_save(tmp_path: Path) -> None:
     (run := tmp_path / "run").mkdir()
     disk = PowerCutDisk(run)
-    save_steps(run / "checkpoints", 10, fs=disk)
+    save_steps(run / "new" / "checkpoints", 10, fs=disk)
     for survivor in disk.survivors(tmp_path):
-        assert_is_step(resume(survivor / "checkpoints"), 10)
+        assert_is_step(resume(survivor / "new" / "checkpoints"), 10)

@@ -76,7 +76,7 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_is_used(
     first, second = loaded.notes
     assert "step-000020 is damaged" in first
     assert file in first
-    assert "resumed from step 10; steps up to 20 are trained again" in second
+    assert second == "resumed from step-000010; the steps after it are trained again"
     assert (root / "quarantine" / "step-000020.1").is_dir()
 
 
@@ -97,6 +97,14 @@ def test_a_flipped_bit_in_any_byte_of_a_weights_file_is_found(root: Path) -> Non
             read_checkpoint(path.parent)
         flip_bit(path, position, position % 8)
     assert_is_step(read_checkpoint(path.parent), 20)
+
+
+def test_a_file_that_was_cut_short_is_named_with_both_sizes(root: Path) -> None:
+    path = root / "step-000020" / "model.safetensors"
+    size = path.stat().st_size
+    cut_last_byte(path)
+    with pytest.raises(CheckpointError, match=f"has {size - 1} bytes, the manifest says {size}"):
+        read_checkpoint(path.parent)
 
 
 def test_two_swapped_files_are_found(root: Path) -> None:
@@ -137,14 +145,13 @@ def test_a_sealed_manifest_with_impossible_entries_is_found(root: Path, change: 
     assert_is_step(resume(root), 10)
 
 
-def test_when_no_checkpoint_is_intact_the_run_does_not_start_afresh(root: Path) -> None:
+def test_when_no_checkpoint_is_intact_the_same_command_never_starts_afresh(root: Path) -> None:
     for step in ("step-000010", "step-000020"):
         flip_a_random_bit(root / step / "optimizer.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"none of the 2 .* is intact.*step-000020.*step-000010"
-    ) as caught:
-        resume(root)
-    assert caught.value.exit_code == 10
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"none of the 2 .* is intact.*-000020.*-000010") as caught:
+            resume(root)
+        assert caught.value.exit_code == 10
 
 
 def test_the_resumed_run_may_write_the_step_that_was_quarantined(root: Path) -> None:

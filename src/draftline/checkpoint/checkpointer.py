@@ -21,7 +21,7 @@ from draftline.checkpoint.manifest import Identity
 from draftline.checkpoint.restore import Loaded, load_latest
 from draftline.checkpoint.write import Snapshot, retire, write_checkpoint
 from draftline.errors import CheckpointError, StallError
-from draftline.fsio import disk_failures_explained, require_space
+from draftline.fsio import disk_failures_explained, make_folders, require_space
 
 
 class Checkpointer:
@@ -42,7 +42,7 @@ class Checkpointer:
         """Name the folder; nothing is touched yet.
 
         Args:
-            root: Folder of the checkpoints; it is created, its parent exists.
+            root: Folder of the checkpoints; created when missing.
             identity: What a checkpoint must share with this run to be resumed.
             keep: Newest checkpoints that stay, at least 2.
             write_timeout_s: Seconds that one write may take before the run ends.
@@ -65,10 +65,8 @@ class Checkpointer:
             CheckpointError: checkpoints exist but none is intact, or one cannot be read.
             ConfigError: it belongs to a run with other settings or data (all differing keys are listed).
         """
-        if not self._root.exists():
-            with disk_failures_explained(self._root.parent, "creating the folder of checkpoints"):
-                self._fs.make_folder(self._root)
-                self._fs.sync_folder(self._root.parent)
+        with disk_failures_explained(self._root.parent, "creating the folder of checkpoints"):
+            make_folders(self._fs, self._root)
         restored = load_latest(self._fs, self._root, self._identity)
         self._best = restored.best
         self._ready = True

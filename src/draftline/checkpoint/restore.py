@@ -1,7 +1,7 @@
 """How a run resumes: the newest checkpoint whose every byte is what was written, or an error.
 
 A checkpoint that fails verification is moved to `quarantine/` (the resumed run will want its name) and named
-in the notes; the next older one is used. When some existed and none is good, starting afresh would silently
+in the notes, once an older good one is found. When some existed and none is good, starting afresh would silently
 throw the run away, so that is an error.
 """
 
@@ -91,20 +91,23 @@ def _clear_leftovers(fs: FileSystem, root: Path) -> list[str]:
 
 
 def _newest_good(fs: FileSystem, root: Path, identity: Identity, notes: list[str]) -> Loaded | None:
-    steps = steps_in(root)
-    for step in reversed(steps):
+    damaged: dict[str, DamagedError] = {}
+    for step in reversed(steps_in(root)):
         try:
             loaded = _read(root / checkpoint_name(step), identity)
         except DamagedError as error:
-            notes.append(_quarantine(fs, root, checkpoint_name(step), error))
+            damaged[checkpoint_name(step)] = error
             continue
-        if step != steps[-1]:
-            notes.append(f"resumed from step {step}; steps up to {steps[-1]} are trained again")
+        notes += [_quarantine(fs, root, name, error) for name, error in damaged.items()]
+        if damaged:
+            notes.append(f"resumed from {checkpoint_name(step)}; the steps after it are trained again")
         return loaded
-    if steps:
+    if damaged:
+        # They stay where they are: the same command, run again, must not find an empty folder and start afresh.
+        reasons = "; ".join(f"{name}: {error}" for name, error in damaged.items())
         raise CheckpointError(
-            f"{root}: none of the {len(steps)} checkpoints is intact: {'; '.join(notes)}. Restore one from a "
-            "copy, or choose a new output folder to start again"
+            f"{root}: none of the {len(damaged)} checkpoints is intact ({reasons}). Restore one from a copy, or "
+            "choose a new output folder to start again"
         )
     return None
 
