@@ -79,11 +79,11 @@ def disk_failures_explained(folder: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFullError(
-                f"the disk of {folder} became full while {doing}; checkpoints already there are untouched. "
+                f"the disk of {folder} became full while {doing}; what was there before is untouched. "
                 "Free some space and run the same command again"
             ) from error
         raise CheckpointError(
-            f"{doing} in {folder} failed: {error}. Checkpoints already there are untouched"
+            f"{doing} in {folder} failed: {error}. What was there before is untouched"
         ) from error
 
 

@@ -156,13 +156,13 @@ class _Child:
         """Leave nothing of the child running; its exit code, negative for a signal."""
         assert self._process is not None
         if self._process.poll() is None:
-            self._process.send_signal(
-                signal.SIGUSR1
-            )  # faulthandler prints stacks without the interpreter lock
+            # faulthandler prints the stacks without the interpreter lock.
+            self._process.send_signal(signal.SIGUSR1)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STACKS_S)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its own children would keep memory and devices
+            # Its own children would keep memory and devices.
+            os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
 

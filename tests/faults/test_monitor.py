@@ -25,6 +25,7 @@ raise SystemExit(code)
 TRAINER = """
 import ctypes, os, signal, sys, time
 from draftline.monitor import start_heartbeat
+signal.alarm(60)  # whatever the monitor does, this process ends
 start_heartbeat(os.environ)
 def stuck_in_c():
     mutex = ctypes.create_string_buffer(128)

@@ -1,0 +1,290 @@
+"""Every sync, check, abort and deadline of the durable state, and the source without it.
+
+`mutation_check.py` applies them one at a time and expects some test to fail; `test_mutations.py` keeps the list in
+step with the source. Other parts of the package add theirs here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One line of defence taken away."""
+
+    what: str
+    file: str
+    """Below src/draftline."""
+    old: str
+    """Text that occurs exactly once."""
+    new: str
+    tests: str
+    """Test files below tests/, space separated, of which at least one test must fail."""
+
+
+CRASH = "faults/test_crash_points.py"
+DAMAGE = "faults/test_damaged_checkpoints.py"
+BACKGROUND = "faults/test_background_writes.py"
+FULL = "faults/test_disk_full.py"
+UNTRUSTED = "faults/test_untrusted_checkpoints.py"
+FOLDER = "faults/test_one_run_per_folder.py"
+SIGNAL = "faults/test_stop_on_signal.py"
+MONITOR = "faults/test_monitor.py"
+WATCHDOG = "faults/test_watchdog.py"
+RESULT = "faults/test_result_file.py"
+POINTS = "faults/test_fault_points.py"
+
+WRITE = "checkpoint/write.py"
+RESTORE = "checkpoint/restore.py"
+MANIFEST = "checkpoint/manifest.py"
+SAVER = "checkpoint/checkpointer.py"
+
+SYNCS = [
+    Mutation(
+        "sync of the tensor files",
+        WRITE,
+        "        fs.write_tensors(folder / name, tensors)\n        fs.sync_file(folder / name)\n",
+        "        fs.write_tensors(folder / name, tensors)\n",
+        CRASH,
+    ),
+    Mutation(
+        "sync of the text files",
+        WRITE,
+        "        fs.write_bytes(folder / name, text.encode())\n        fs.sync_file(folder / name)\n",
+        "        fs.write_bytes(folder / name, text.encode())\n",
+        CRASH,
+    ),
+    Mutation("sync of the manifest", WRITE, "    fs.sync_file(folder / MANIFEST)\n", "", CRASH),
+    Mutation("sync of the new folder", WRITE, "    fs.sync_folder(folder)\n", "", CRASH),
+    Mutation(
+        "sync after the rename", WRITE, "        raise\n    fs.sync_folder(root)\n", "        raise\n", CRASH
+    ),
+    Mutation(
+        "sync before deleting",
+        WRITE,
+        "    fs.sync_folder(root)\n    for name in old",
+        "    for name in old",
+        CRASH,
+    ),
+    Mutation("sync of a small file", "fsio.py", "    fs.sync_file(temporary)\n", "", CRASH),
+    Mutation("sync of its new name", "fsio.py", "    fs.sync_folder(path.parent)\n", "", CRASH),
+    Mutation("sync of new parents", "fsio.py", "        fs.sync_folder(folder.parent)\n", "", CRASH),
+    Mutation(
+        "fsync itself",
+        "fsio.py",
+        "        os.fsync(descriptor)\n",
+        "        pass\n",
+        "faults/test_real_syncs.py",
+    ),
+    Mutation(
+        "writing under a temporary name",
+        WRITE,
+        'temporary = root / f"{TEMPORARY}{os.getpid()}-{snapshot.step}"',
+        "temporary = root / checkpoint_name(snapshot.step)",
+        CRASH,
+    ),
+    Mutation(
+        "retiring by rename",
+        WRITE,
+        '        fs.rename(root / name, root / f"{TRASH}{name}")\n',
+        '        remove_tree(fs, root / name); fs.make_folder(root / f"{TRASH}{name}")\n',
+        CRASH,
+    ),
+]
+
+CHECKS = [
+    Mutation("SHA-256 of files", MANIFEST, "if sha256_hex(data) != entry.sha256:", "if False:", DAMAGE),
+    Mutation("size of files", MANIFEST, "if len(data) != entry.bytes:", "if False:", DAMAGE),
+    Mutation("seal of the manifest", "sealed.py", "if not _is_sealed(body, data):", "if False:", DAMAGE),
+    Mutation(
+        "step of the manifest",
+        RESTORE,
+        "if checkpoint_name(manifest.step) != folder.name:",
+        "if False:",
+        DAMAGE,
+    ),
+    Mutation("the same run", RESTORE, "        require_same_run(manifest, identity, folder)\n", "", DAMAGE),
+    Mutation("newer formats", MANIFEST, 'body["format"] > FORMAT:', 'body["format"] > 99:', DAMAGE),
+    Mutation(
+        "names in the manifest", MANIFEST, "            plain_name(name)\n", "            pass\n", UNTRUSTED
+    ),
+    Mutation(
+        "regular files only", "names.py", "if not stat.S_ISREG(status.st_mode):", "if False:", UNTRUSTED
+    ),
+    Mutation("largest size", "names.py", "if status.st_size > max_bytes:", "if False:", UNTRUSTED),
+    Mutation("linked checkpoint", RESTORE, "if folder.is_symlink():", "if False:", UNTRUSTED),
+    Mutation("quarantine", RESTORE, "    fs.rename(root / name, place)\n", "", DAMAGE),
+    Mutation(
+        "no fresh start",
+        RESTORE,
+        "    if damaged:\n        # They stay",
+        "    if False:\n        # They stay",
+        DAMAGE,
+    ),
+    Mutation("newest first", RESTORE, "in reversed(steps_in(root))", "in steps_in(root)", DAMAGE),
+    Mutation("trouble is not damage", RESTORE, "if error.errno in _BROKEN:", "if True:", DAMAGE),
+    Mutation(
+        "links are not followed when deleting", "fsio.py", "if path.is_symlink() or not", "if not", UNTRUSTED
+    ),
+    Mutation(
+        "leftovers are cleared",
+        RESTORE,
+        "            remove_tree(fs, path)\n",
+        "            pass\n",
+        BACKGROUND,
+    ),
+    Mutation("at least keep stay", WRITE, "steps_in(root)[:-keep]", "steps_in(root)[:-1]", BACKGROUND),
+    Mutation("the best stays", WRITE, " if step != also_keep]", "]", BACKGROUND),
+    Mutation(
+        "best that is gone",
+        RESTORE,
+        "if best is not None and best.step not in",
+        "if False and best.step not in",
+        BACKGROUND,
+    ),
+    Mutation("step written twice", SAVER, "if any(step >= snapshot.step for", "if any(False for", BACKGROUND),
+    Mutation("free space", "fsio.py", "if free < 2 * size:", "if False:", FULL),
+    Mutation(
+        "secrets in manifests",
+        MANIFEST,
+        "canonical(redact(self.config))",
+        "canonical(dict(self.config))",
+        RESULT,
+    ),
+    Mutation(
+        "secrets in results",
+        "result.py",
+        'redact(result.model_dump(mode="json"))',
+        'result.model_dump(mode="json")',
+        RESULT,
+    ),
+    Mutation("readable weights", "checkpoint/files.py", "        path.chmod(mode)\n", "", BACKGROUND),
+    Mutation(
+        "faults fire once", "faults.py", "                    self._waiting.remove(fault)\n", "", POINTS
+    ),
+]
+
+ABORTS = [
+    Mutation(
+        "error of a background write",
+        SAVER,
+        "            self._failure = error\n",
+        "            del error\n",
+        BACKGROUND,
+    ),
+    Mutation(
+        "error at the next step",
+        SAVER,
+        "        if self._failure is not None:\n",
+        "        if False:\n",
+        BACKGROUND,
+    ),
+    Mutation("error when leaving", SAVER, "            raise late\n", "            return\n", BACKGROUND),
+    Mutation(
+        "first cause kept",
+        SAVER,
+        "        if error is None:\n            raise late",
+        "        if True:\n            raise late",
+        BACKGROUND,
+    ),
+    Mutation(
+        "temporary folder after ENOSPC",
+        WRITE,
+        "            remove_tree(fs, temporary)\n",
+        "            pass\n",
+        FULL,
+    ),
+    Mutation("disk full is told", "fsio.py", "if error.errno in _FULL:", "if False:", FULL),
+    Mutation(
+        "errno of safetensors",
+        "checkpoint/files.py",
+        "        raise OSError(int(code[1])",
+        "        raise ValueError(int(code[1])",
+        FULL,
+    ),
+    Mutation(
+        "lock of the folder",
+        "folder.py",
+        "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "        pass\n",
+        FOLDER,
+    ),
+    Mutation(
+        "owner on another host",
+        "folder.py",
+        "            _require_no_distant_owner(self.path, self._owner.host, self._beat_s)\n",
+        "",
+        FOLDER,
+    ),
+    Mutation(
+        "heartbeat of the owner",
+        "folder.py",
+        "                os.utime(self.path / OWNER)\n",
+        "                pass\n",
+        FOLDER,
+    ),
+    Mutation("lock not inherited by forks", "folder.py", "        _held.add(descriptor)\n", "", FOLDER),
+    Mutation(
+        "signal sets the flag", "signals.py", "        self._signal = signal.Signals(number)\n", "", SIGNAL
+    ),
+    Mutation("second signal", "signals.py", "            os._exit(1)\n", "            return\n", SIGNAL),
+    Mutation(
+        "handlers restored",
+        "signals.py",
+        "            signal.signal(number, handler)\n",
+        "            pass\n",
+        SIGNAL,
+    ),
+    Mutation(
+        "dead monitor",
+        "monitor.py",
+        "        os.kill(os.getpid(), signal.SIGTERM)\n",
+        "        return\n",
+        MONITOR,
+    ),
+    Mutation(
+        "signals passed on",
+        "monitor.py",
+        "        else:\n            self._process.send_signal(number)\n",
+        "",
+        MONITOR,
+    ),
+    Mutation("own session", "monitor.py", "            start_new_session=True,\n", "", MONITOR),
+    Mutation(
+        "children killed",
+        "monitor.py",
+        "            os.killpg(self._process.pid, signal.SIGKILL)",
+        "            pass",
+        MONITOR,
+    ),
+    Mutation(
+        "stacks before the kill",
+        "monitor.py",
+        "            self._process.send_signal(signal.SIGUSR1)",
+        "            pass",
+        MONITOR,
+    ),
+    Mutation(
+        "signal that killed the trainer", "monitor.py", "    if code < 0:\n", "    if False:\n", MONITOR
+    ),
+]
+
+DEADLINES = [
+    Mutation(
+        "deadline of a write",
+        SAVER,
+        "self._thread.join(max(0.0, self._deadline - time.monotonic()))",
+        "self._thread.join()",
+        BACKGROUND,
+    ),
+    Mutation("stall of a worker", "watchdog.py", "if beat.since < latest)", "if False)", WATCHDOG),
+    Mutation(
+        "stall of the trainer", "monitor.py", "if time.monotonic() > heard + silence_s:", "if False:", MONITOR
+    ),
+    Mutation(
+        "stuck after two signals", "monitor.py", "if time.monotonic() > self._kill_at:", "if False:", MONITOR
+    ),
+]
+
+MUTATIONS = [*SYNCS, *CHECKS, *ABORTS, *DEADLINES]
