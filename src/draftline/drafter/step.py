@@ -48,7 +48,7 @@ def embed_blocks(row: DeviceRow, spec: DrafterSpec, embedding: Tensor, dtype: to
 class DrafterStep:
     """Forward and backward of one row, on one device, in one thread."""
 
-    def __init__(  # noqa: PLR0917 - the parts of a step, each named at the one place that builds it
+    def __init__(
         self,
         drafter: Drafter,
         parameters: FlatParameters,
@@ -95,7 +95,7 @@ class DrafterStep:
         tiles = query_tiles(row.anchors, row.anchor_valid, row.positions, self.spec.block_size)
         return tiled_attend(tiles, layer_rules, row.positions.shape[0])
 
-    def _rule(self, window: int | None, causal: bool) -> MaskMod:  # noqa: FBT001 - a layer's kind, unpacked
+    def _rule(self, window: int | None, causal: bool) -> MaskMod:
         row = self.row
         return mask_mod(
             row.anchors,
@@ -113,7 +113,10 @@ class DrafterStep:
         loss = frozen_head_loss(
             hidden, self.head, self.row.labels, self.row.weights, self.chunk_rows, self._chunk
         )
-        gradients = torch.autograd.grad(hidden, self.parameters.parameters, loss.gradient)
+        # a row without any anchor uses no key: those weights have no gradient, which adds up like zero
+        gradients = torch.autograd.grad(
+            hidden, self.parameters.parameters, loss.gradient, materialize_grads=True
+        )
         self.parameters.accumulate(gradients)
         with torch.no_grad():
             self.stats += row_stats(loss, self.row.weights, self.row.anchor_valid)
