@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from transformers import Qwen3Config
 
 from draftline.config import DrafterSpec
 from draftline.drafter.model import Drafter
+from draftline.greedy import Limit
 
 dflash_model = pytest.importorskip("dflash.model", reason="oracle: pip install --no-deps dflash==0.1.0")
 
@@ -61,3 +64,19 @@ def zlab_block(model: torch.nn.Module, block_embeds: Tensor, taps: Tensor) -> Te
             target_hidden=taps[None],
             noise_embedding=block_embeds[None],
         )[0]
+
+
+def zlab_decode(
+    model: torch.nn.Module, target: torch.nn.Module, prompt: list[int], limit: Limit
+) -> tuple[list[int], list[int]]:
+    """Answer and tokens of each verify step by z-lab's decoder, greedy."""
+    dflash_model._cuda_time = time.perf_counter  # it synchronises a GPU that need not be there
+    result = dflash_model.dflash_generate(
+        model,
+        target,
+        torch.tensor([prompt]),
+        limit.max_new_tokens,
+        sorted(limit.stop_token_ids) or None,
+        return_stats=True,
+    )
+    return result.output_ids[0, len(prompt) :].tolist(), list(result.acceptance_lengths)
