@@ -1,0 +1,279 @@
+"""Flat parameters and the sharded AdamW against the module and torch.optim.AdamW themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftline.config import OptimConfig
+from draftline.drafter.model import Drafter
+from draftline.optim import ALIGNMENT, FlatLayout, FlatParameters, ShardedAdamW, learning_rate
+from draftline.pipeline.state import ShardState, TrainingState, cut_shard, join_shards
+from tests.oracles.tiny import tiny_spec
+
+CONFIG = OptimConfig(steps=10, weight_decay=0.1, betas=(0.9, 0.95))
+SHARDS = [1, 2, 3, 5]
+
+
+def drafter(seed: int = 0) -> Drafter:
+    module = Drafter(tiny_spec(num_layers=1, layer_types=("full_attention",)))
+    module.init_weights(seed)
+    return module
+
+
+@dataclass
+class Flat:
+    """One module, and the optimizers that own its shards."""
+
+    module: Drafter
+    parameters: FlatParameters
+    optimizers: list[ShardedAdamW]
+
+    @classmethod
+    def of(cls, num_shards: int, dtype: torch.dtype = torch.float32, config: OptimConfig = CONFIG) -> Flat:
+        module = drafter()
+        parameters = FlatParameters(module, num_shards, dtype)
+        optimizers = [ShardedAdamW(parameters, i, num_shards, config) for i in range(num_shards)]
+        return cls(module, parameters, optimizers)
+
+    def step(self, gradients: list[Tensor], total_weight: float, lr: float) -> Tensor:
+        """One optimizer step as the drafters take it, on summed gradients that are not yet normalised."""
+        self.parameters.accumulate(gradients)
+        for optimizer in self.optimizers:
+            optimizer.lr.fill_(lr)
+            if optimizer.gradient.data_ptr() != self.parameters.gradients.data_ptr():
+                optimizer.gradient.copy_(self.parameters.gradients[optimizer.slice])
+        square_sum = torch.stack([o.square_sum() for o in self.optimizers]).sum()
+        norms = [o.update(square_sum, torch.tensor(total_weight)) for o in self.optimizers]
+        self.parameters.gradients.zero_()
+        return norms[0]
+
+    def state(self, steps_done: int = 1) -> TrainingState:
+        shards = [
+            ShardState(
+                steps_done, i, self.parameters.layout, {n: t.clone() for n, t in optimizer.state().items()}
+            )
+            for i, optimizer in enumerate(self.optimizers)
+        ]
+        return join_shards(shards)
+
+
+def random_gradients(parameters: list[nn.Parameter], seed: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(p.shape, generator=generator) for p in parameters]
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_parameters_are_views_of_one_flat_tensor_in_equal_aligned_shards(num_shards: int):
+    module = drafter()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    flat = FlatParameters(module, num_shards, torch.float32)
+    layout = flat.layout
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.untyped_storage().data_ptr() == flat.weights.untyped_storage().data_ptr()
+    assert layout.size % (ALIGNMENT * num_shards) == 0
+    assert layout.size - sum(p.numel() for p in module.parameters()) < ALIGNMENT * num_shards
+    shards = [layout.shard(i, num_shards) for i in range(num_shards)]
+    assert [s.start for s in shards] == [i * layout.size // num_shards for i in range(num_shards)]
+    assert shards[-1].stop == layout.size
+
+
+def test_matrices_come_first_and_norms_last():
+    layout = FlatLayout.of(drafter(), 2)
+    for shape, offset in zip(layout.shapes, layout.offsets, strict=True):
+        assert (offset < layout.num_decayed) == (len(shape) > 1)
+
+
+def test_writing_the_flat_tensor_writes_the_module():
+    flat = Flat.of(1)
+    flat.parameters.weights.fill_(7.0)
+    assert all((p == 7.0).all() for p in flat.module.parameters())
+
+
+def test_gradients_add_up_in_float32_whatever_the_compute_type():
+    flat = Flat.of(1, torch.bfloat16)
+    one = [torch.full(p.shape, 1.0, dtype=torch.bfloat16) for p in flat.parameters.parameters]
+    tiny = [torch.full(p.shape, 2.0**-12, dtype=torch.bfloat16) for p in flat.parameters.parameters]
+    for gradients in (one, tiny, tiny):
+        flat.parameters.accumulate(gradients)
+    used = flat.parameters.layout.views(flat.parameters.gradients)
+    assert all((g == 1 + 2.0**-11).all() for g in used.values())
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+@pytest.mark.parametrize("scale", [0.001, 10.0], ids=["below the clip", "clipped"])
+def test_several_steps_equal_torch_adamw_with_clipping(num_shards: int, scale: float):
+    flat, reference = Flat.of(num_shards), drafter()
+    groups = [
+        {"params": [p for p in reference.parameters() if p.dim() > 1], "weight_decay": CONFIG.weight_decay},
+        {"params": [p for p in reference.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, betas=CONFIG.betas)
+    total_weight = 37.0
+    for step in range(6):
+        lr = 1e-2 / (step + 1)
+        gradients = random_gradients(flat.parameters.parameters, step, scale)
+        norm = flat.step(gradients, total_weight, lr)
+        by_name = dict(zip(flat.parameters.layout.names, gradients, strict=True))
+        for name, parameter in reference.named_parameters():
+            parameter.grad = by_name[name] / total_weight
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), CONFIG.clip_norm)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        theirs.step()
+        torch.testing.assert_close(norm, expected)
+    for (name, ours), parameter in zip(flat.module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(num_shards: int):
+    flat = Flat.of(num_shards)
+    before = {n: p.detach().clone() for n, p in flat.module.named_parameters()}
+    flat.step([torch.zeros_like(p) for p in flat.parameters.parameters], 1.0, lr=0.5)
+    for name, parameter in flat.module.named_parameters():
+        factor = 1 - 0.5 * CONFIG.weight_decay if parameter.dim() > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_seen(
+    num_shards: int, bad: float, dtype: torch.dtype
+):
+    flat = Flat.of(num_shards, dtype)
+    flat.step(random_gradients(flat.parameters.parameters, 0), 3.0, lr=1e-2)
+    before, weights = flat.state().tensors, flat.parameters.weights.clone()
+
+    poisoned = random_gradients(flat.parameters.parameters, 1)
+    poisoned[0].view(-1)[0] = bad  # in one shard only: the others must withhold their update too
+    norm = flat.step(poisoned, 3.0, lr=1e-2)
+
+    assert not norm.isfinite()
+    assert torch.equal(flat.parameters.weights, weights)
+    for name, tensor in flat.state().tensors.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_training_goes_on_after_a_withheld_step_as_if_it_had_not_been():
+    disturbed, smooth = Flat.of(2), Flat.of(2)
+    good = [random_gradients(smooth.parameters.parameters, seed) for seed in range(3)]
+    for step, gradients in enumerate(good):
+        smooth.step([g.clone() for g in gradients], 3.0, lr=1e-2)
+        disturbed.step([g.clone() for g in gradients], 3.0, lr=1e-2)
+        if step == 1:
+            disturbed.step([torch.full_like(g, float("nan")) for g in gradients], 3.0, lr=1e-2)
+    assert torch.equal(disturbed.parameters.weights, smooth.parameters.weights)
+
+
+def test_a_step_without_any_weight_has_gradient_norm_zero_and_stays_finite():
+    flat = Flat.of(2)
+    norm = flat.step([torch.zeros_like(p) for p in flat.parameters.parameters], 0.0, lr=1e-2)
+    assert norm == 0
+    assert flat.parameters.weights.isfinite().all()
+
+
+def test_the_result_does_not_depend_on_the_number_of_shards():
+    results = []
+    for num_shards in SHARDS:
+        flat = Flat.of(num_shards)
+        for step in range(3):
+            flat.step(random_gradients(flat.parameters.parameters, step), 3.0, lr=1e-2)
+        results.append({name: p.detach().clone() for name, p in flat.module.named_parameters()})
+    for other in results[1:]:
+        for name, weight in results[0].items():
+            torch.testing.assert_close(other[name], weight)
+
+
+def test_bfloat16_weights_follow_float32_masters():
+    flat = Flat.of(2, torch.bfloat16)
+    for step in range(5):
+        flat.step(random_gradients(flat.parameters.parameters, step), 3.0, lr=1e-3)
+    masters = torch.cat([o.master for o in flat.optimizers])
+    assert masters.dtype == torch.float32
+    assert torch.equal(flat.parameters.weights, masters.bfloat16())
+    assert not torch.equal(flat.parameters.weights.float(), masters)  # or the masters were rounded
+
+
+def test_updates_too_small_for_bfloat16_still_add_up():
+    """A norm weight of 1.0 in bfloat16 has its neighbour at 0.992, so steps of 6e-4 vanish without a master."""
+    flat = Flat.of(1, torch.bfloat16)
+    norms = {n: p for n, p in flat.module.named_parameters() if p.dim() == 1}
+    assert all((p == 1).all() for p in norms.values())
+    for _ in range(20):
+        flat.step([torch.ones_like(p, dtype=torch.float32) for p in flat.parameters.parameters], 1.0, lr=6e-4)
+    for name, parameter in norms.items():
+        assert (parameter < 1).all(), name
+
+
+@pytest.mark.parametrize("saved_with", SHARDS)
+@pytest.mark.parametrize("loaded_with", SHARDS)
+def test_a_state_saved_with_some_drafters_goes_on_with_any_other_number(saved_with: int, loaded_with: int):
+    unbroken, resumed = Flat.of(saved_with), Flat.of(loaded_with)
+    gradients = [random_gradients(unbroken.parameters.parameters, seed) for seed in range(4)]
+    for step in (0, 1):
+        unbroken.step(gradients[step], 3.0, lr=1e-2)
+    state = unbroken.state(2)
+    layout = resumed.parameters.layout
+    for name, view in layout.views(resumed.parameters.weights).items():
+        view.copy_(state.tensors[f"master.{name}"])
+    for index, optimizer in enumerate(resumed.optimizers):
+        optimizer.load_state(cut_shard(state.tensors, layout, index, loaded_with))
+    for step in (2, 3):
+        unbroken.step([g.clone() for g in gradients[step]], 3.0, lr=1e-2)
+        resumed.step(gradients[step], 3.0, lr=1e-2)
+    close = torch.equal if saved_with == loaded_with else torch.allclose
+    ours = dict(resumed.module.named_parameters())
+    assert all(close(ours[n], p) for n, p in unbroken.module.named_parameters())
+    assert unbroken.optimizers[0].state()["step"] == resumed.optimizers[-1].state()["step"] == 4
+
+
+def test_joined_shards_name_every_parameter_and_hold_no_padding():
+    flat = Flat.of(3)
+    flat.step(random_gradients(flat.parameters.parameters, 0), 3.0, lr=1e-2)
+    state = flat.state(1)
+    assert state.weights().keys() == dict(flat.module.named_parameters()).keys()
+    for name, parameter in flat.module.named_parameters():
+        assert torch.equal(state.weights()[name], parameter)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert state.tensors[f"{kind}.{name}"].shape == parameter.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_a_state_keeps_every_address(dtype: torch.dtype):
+    flat = Flat.of(2, dtype)
+    flat.step(random_gradients(flat.parameters.parameters, 0), 3.0, lr=1e-2)
+    saved = [{n: t.clone() for n, t in o.state().items()} for o in flat.optimizers]
+    masters = [o.master.data_ptr() for o in flat.optimizers]
+    weights = flat.parameters.weights.clone()
+    flat.step(random_gradients(flat.parameters.parameters, 1), 3.0, lr=1e-2)
+    for optimizer, state in zip(flat.optimizers, saved, strict=True):
+        optimizer.load_state(state)
+    assert [o.master.data_ptr() for o in flat.optimizers] == masters
+    assert torch.equal(flat.parameters.weights, weights)
+    for optimizer, state in zip(flat.optimizers, saved, strict=True):
+        assert all(torch.equal(t, state[n]) for n, t in optimizer.state().items())
+
+
+def test_the_rate_rises_linearly_and_falls_as_a_cosine():
+    config = OptimConfig(steps=100, lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.2)
+    rates = [learning_rate(config, step, 100) for step in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert max(rates) == 1.0
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    middle = 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 45 / 90))
+    assert rates[55] == pytest.approx(middle)
+    assert rates[-1] == pytest.approx(0.2, abs=1e-3)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 25])
+def test_no_step_of_a_short_run_has_a_rate_of_zero_or_above_the_peak(num_steps: int):
+    config = OptimConfig(steps=num_steps, lr=0.5)
+    rates = [learning_rate(config, step, num_steps) for step in range(num_steps)]
+    assert all(0 < rate <= 0.5 for rate in rates)
