@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def assistant(drafter: Drafter) -> nn.Module:
         mask_token_id=spec.mask_token_id,
         target_layer_ids=list(spec.target_layer_ids),
     )
-    model: nn.Module = MuseGlimmerAssistantModel(config)
+    model = cast("nn.Module", MuseGlimmerAssistantModel(config))
     model.to(dtype=drafter.fc.weight.dtype)
     model.load_state_dict({_renamed(name): tensor for name, tensor in drafter.state_dict().items()})
     return model.eval()
