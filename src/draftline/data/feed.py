@@ -1,25 +1,78 @@
-"""Rows built ahead of the worker that needs them, by a few host threads."""
+"""Rows built ahead of the worker that needs them, by a few host threads.
+
+The threads are workers like all others: the supervisor starts them, names them when a row cannot be built,
+and lets none of them hold up the end of the process.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import NoReturn
 
+from draftline import faults
 from draftline.data.rows import Row, RowSource
-from draftline.errors import StallError
+from draftline.pipeline.supervise import Abort
 
 ROWS_AHEAD = 3
 """Rows that wait built in front of each worker; building one takes a few milliseconds."""
 
 
-class RowFeed:
-    """The given rows in order, each built before it is asked for."""
+class RowLoader:
+    """Builds rows in the order in which they are asked for; any number of threads may `run` it."""
 
-    def __init__(self, source: RowSource, indices: Iterator[int], pool: ThreadPoolExecutor, seconds: float) -> None:
-        self._source, self._indices, self._pool, self._seconds = source, indices, pool, seconds
-        self._pending: deque[tuple[int, Future[Row]]] = deque()
+    def __init__(self, source: RowSource, abort: Abort) -> None:
+        self._source, self._abort = source, abort
+        self._condition = abort.condition()
+        self._wanted: deque[int] = deque()
+        self._built: dict[int, Row] = {}
+
+    def ask(self, index: int) -> None:
+        """Have a row built; each row is asked for once and taken once."""
+        with self._condition:
+            self._wanted.append(index)
+            self._condition.notify_all()
+
+    def take(self, index: int, seconds: float) -> Row:
+        """A row that was asked for.
+
+        Raises:
+            StallError, AbortedError: see `Abort.wait`.
+        """
+        with self._condition:
+            self._abort.wait(
+                self._condition, lambda: index in self._built, seconds, f"row {index} from the loader"
+            )
+            return self._built.pop(index)
+
+    def run(self) -> NoReturn:
+        """The loop of one loader thread; it ends with the run.
+
+        Raises:
+            DataError: a row's documents are corrupt.
+            AbortedError: the run is ending.
+        """
+        while True:
+            with self._condition:
+                # an idle loader is no stall: the workers have deadlines of their own
+                self._abort.wait(
+                    self._condition, lambda: bool(self._wanted), threading.TIMEOUT_MAX, "rows to build"
+                )
+                index = self._wanted.popleft()
+            faults.point("loader", "row", index)
+            row = self._source.row(index)
+            with self._condition:
+                self._built[index] = row
+                self._condition.notify_all()
+
+
+class RowFeed:
+    """The given rows in order, each asked for before it is needed."""
+
+    def __init__(self, loader: RowLoader, indices: Iterator[int], seconds: float) -> None:
+        self._loader, self._indices, self._seconds = loader, indices, seconds
+        self._pending: deque[int] = deque()
         self._fill()
 
     def _fill(self) -> None:
@@ -27,20 +80,18 @@ class RowFeed:
             index = next(self._indices, None)
             if index is None:
                 return
-            self._pending.append((index, self._pool.submit(self._source.row, index)))
+            self._pending.append(index)
+            self._loader.ask(index)
 
     def next(self) -> Row | None:
         """The next row, or None after the last.
 
         Raises:
-            DataError: the row's documents are corrupt.
             StallError: the loader took longer than the deadline.
+            AbortedError: the run is ending, perhaps because the row could not be built.
         """
         if not self._pending:
             return None
-        index, future = self._pending.popleft()
+        index = self._pending.popleft()
         self._fill()
-        try:
-            return future.result(self._seconds)
-        except FutureTimeoutError:
-            raise StallError(f"the loader did not build row {index} within {self._seconds:.0f} s") from None
+        return self._loader.take(index, self._seconds)

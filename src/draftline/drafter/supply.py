@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.data.feed import RowFeed
 from draftline.data.rows import Row
@@ -54,7 +56,7 @@ class ChannelSupply:
 class LocalSupply:
     """Colocated placement: this worker runs the target itself, in turn with the drafter."""
 
-    def __init__(self, feed: RowFeed, forward: TappedForward, step: Step, device_row: DeviceRow) -> None:
+    def __init__(self, feed: RowFeed, forward: TappedForward, step: Step[Tensor], device_row: DeviceRow) -> None:
         self._feed, self._forward, self._step, self._device_row = feed, forward, step, device_row
         self.wait_s = 0.0
 
@@ -64,8 +66,11 @@ class LocalSupply:
         row = self._feed.next()
         self.wait_s += time.monotonic() - begin
         if row is None or row.index != index:
-            raise StallError(f"the feed gave row {None if row is None else row.index} where row {index} was due")
+            raise StallError(
+                f"the feed gave row {None if row is None else row.index} where row {index} was due"
+            )
         self._forward.load(row)
-        self._step.replay()
+        taps = self._step.replay()
+        faults.point(threading.current_thread().name, "row", row.index, taps)
         self._device_row.load(row)
         return row

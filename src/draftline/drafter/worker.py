@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.config import OptimConfig
 from draftline.drafter.supply import Supply
@@ -52,11 +54,11 @@ class _Reading:
 class DrafterWorker:
     """The loop of one drafter; all logic lies in the step, the supply and the reducer."""
 
-    def __init__(  # noqa: PLR0917 - the parts of a worker, each named at the one place that builds it
+    def __init__(
         self,
         index: int,
         supply: Supply,
-        step: Step,
+        step: Step[None],
         reducer: Reducer,
         optimizer: ShardedAdamW,
         schedule: Schedule,
@@ -99,6 +101,7 @@ class DrafterWorker:
             self._at_boundary(record.step)
 
     def _train(self, step: int) -> _Reading:
+        faults.point(threading.current_thread().name, "step", step)
         lr = learning_rate(self._config, step, self._schedule.num_steps)
         self._optimizer.lr.fill_(lr)
         num_tokens = 0
@@ -111,10 +114,11 @@ class DrafterWorker:
 
     def _report(self, record: StepRecord) -> None:
         if not torch.isfinite(self._host_values(record)).all():
+            rows = self._schedule.rows_of_step(record.step)  # the culprit may be another drafter's
             raise NonFiniteError(
-                f"step {record.step}: gradient norm {record.grad_norm}, rows {record.rows.start}.."
-                f"{record.rows.stop - 1}; the update was withheld, the last checkpoint is good. Lower optim.lr, or "
-                "look at these rows with `draftline inspect`"
+                f"step {record.step}: gradient norm {record.grad_norm}, rows {rows.start}..{rows.stop - 1}; the "
+                "update was withheld, the last checkpoint is good. Lower optim.lr, or look at these rows with "
+                "`draftline inspect`"
             )
         self._on_record(record)
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from draftline.compiling import gate, tripwire
-from draftline.compiling import seal as sealing
+from draftline.compiling.seal import seal, unseal
+from draftline.data.feed import RowFeed, RowLoader
 from draftline.drafter.supply import ChannelSupply, LocalSupply, Supply
 from draftline.drafter.worker import DrafterWorker, StepRecord
-from draftline.data.feed import RowFeed
 from draftline.pipeline.build import BuiltDrafter, BuiltTarget, build_drafter, build_target
 from draftline.pipeline.channel import Channel, Slot
 from draftline.pipeline.devices import Place, Replicas
@@ -70,13 +70,15 @@ class Engine:
         self._supervisor = Supervisor(self.abort)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._replicas = Replicas(job.target)
-        self._pool = ThreadPoolExecutor(LOADER_THREADS, thread_name_prefix="loader")
+        self._loader = RowLoader(job.source, self.abort)
         self._go = self.abort.condition()
         self._released = False
         stall = job.deadlines.stall_timeout_s
         self._reducer = Reducer(len(job.plan.drafters), self.abort, stall)
         self._channels: dict[int, Channel] = {}
-        self._num_workers = len(job.plan.drafters) + (len(job.plan.targets) if job.plan.mode == "split" else 0)
+        self._num_workers = len(job.plan.drafters) + (
+            len(job.plan.targets) if job.plan.mode == "split" else 0
+        )
 
     def events(self) -> Iterator[Event | None]:
         """Start everything and yield reports; None about ten times a second when there are none.
@@ -89,7 +91,7 @@ class Engine:
                 self._start()
                 yield from self._until_ready()
                 # A CPU run compiles nothing, so the seal would only forbid what others in the process do.
-                sealed = sealing.seal() if self.job.plan.backend == "flex" else None
+                sealed = seal() if self.job.plan.backend == "flex" else None
                 try:
                     self._release()
                     yield from self._until_finished()
@@ -97,22 +99,20 @@ class Engine:
                         sealed.check()
                 finally:
                     if sealed is not None:
-                        sealing.unseal()
+                        unseal()
         finally:
             self.abort.raise_now()
-            self._pool.shutdown(wait=False, cancel_futures=True)
             self._supervisor.join(LEAVE_S)
 
     def _start(self) -> None:
         plan = self.job.plan
+        for index in range(LOADER_THREADS):
+            self._supervisor.start(f"loader-{index}", self._loader.run)
         if plan.mode == "split":
             for index, device in enumerate(plan.targets):
-                self._launch(f"target-{index}", lambda i=index, p=Place.on(device): self._run_target(i, p))
+                self._supervisor.start(f"target-{index}", partial(self._run_target, index, Place.on(device)))
         for index, device in enumerate(plan.drafters):
-            self._launch(f"drafter-{index}", lambda i=index, p=Place.on(device): self._run_drafter(i, p))
-
-    def _launch(self, name: str, work: Callable[[], None]) -> None:
-        self._supervisor.start(name, work)
+            self._supervisor.start(f"drafter-{index}", partial(self._run_drafter, index, Place.on(device)))
 
     def _until_ready(self) -> Iterator[Event | None]:
         num_ready = 0
@@ -164,7 +164,9 @@ class Engine:
         name, job = threading.current_thread().name, self.job
         with place.entered():
             with self._building(name):
-                target = build_target(job, self._replicas, place, name) if job.plan.mode == "colocated" else None
+                target = (
+                    build_target(job, self._replicas, place, name) if job.plan.mode == "colocated" else None
+                )
                 taps = target.forward.out if target else None
                 built = build_drafter(job, self._replicas, place, name, index, taps)
                 self._reducer.join(index, built.member)
@@ -199,7 +201,7 @@ class Engine:
         return ChannelSupply(self._channels[index], built.row, built.taps)
 
     def _feed(self, indices: Iterator[int]) -> RowFeed:
-        return RowFeed(self.job.source, indices, self._pool, self.job.deadlines.stall_timeout_s)
+        return RowFeed(self._loader, indices, self.job.deadlines.stall_timeout_s)
 
-    def _building(self, name: str):  # noqa: ANN202 - the gate's own context manager
+    def _building(self, name: str):
         return gate.compiling(name, deadline_s=self.job.deadlines.startup_timeout_s, check=self.abort.check)

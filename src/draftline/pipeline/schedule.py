@@ -39,11 +39,15 @@ class Schedule:
         offset = (target - self.first_row) % self.num_targets
         return iter(range(self.first_row + offset, end, self.num_targets))
 
+    def rows_of_step(self, step: int) -> range:
+        """All rows of one optimizer step."""
+        return range(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+
     def rows_of_drafter(self, drafter: int, step: int) -> range:
         """Rows of one optimizer step that drafter `drafter` learns from, ascending."""
-        begin = step * self.rows_per_step
-        offset = (drafter - begin) % self.num_drafters
-        return range(begin + offset, begin + self.rows_per_step, self.num_drafters)
+        rows = self.rows_of_step(step)
+        offset = (drafter - rows.start) % self.num_drafters
+        return rows[offset :: self.num_drafters]
 
     def drafter_of(self, row: int) -> int:
         """The drafter that learns from a row."""

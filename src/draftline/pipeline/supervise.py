@@ -61,7 +61,9 @@ class Abort:
         if self.raised:
             raise AbortedError
 
-    def wait(self, condition: threading.Condition, ready: Callable[[], bool], seconds: float, what: str) -> None:
+    def wait(
+        self, condition: threading.Condition, ready: Callable[[], bool], seconds: float, what: str
+    ) -> None:
         """Wait, holding `condition`, until `ready()`.
 
         Args:
@@ -77,7 +79,7 @@ class Abort:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StallError(
-                    f"{threading.current_thread().name} waited {seconds:.0f} s for {what}; "
+                    f"{threading.current_thread().name} waited {seconds:g} s for {what}; "
                     "raise deadlines.stall_timeout_s if that is expected"
                 )
             condition.wait(left)

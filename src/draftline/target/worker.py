@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.data.feed import RowFeed
 from draftline.data.rows import Row
@@ -24,7 +26,12 @@ class TargetWorker:
     """Rows in, taps out, in row order; computes at most NUM_STAGES rows ahead of the copies."""
 
     def __init__(
-        self, forward: TappedForward, step: Step, channels: Sequence[Channel], schedule: Schedule, abort: Abort
+        self,
+        forward: TappedForward,
+        step: Step[Tensor],
+        channels: Sequence[Channel],
+        schedule: Schedule,
+        abort: Abort,
     ) -> None:
         self._forward, self._step = forward, step
         self._channels, self._schedule, self._abort = channels, schedule, abort
@@ -42,7 +49,8 @@ class TargetWorker:
         while (row := feed.next()) is not None:
             self._abort.check()
             self._forward.load(row)
-            self._step.replay()
+            taps = self._step.replay()
+            faults.point(threading.current_thread().name, "row", row.index, taps)
             self._deliver(row)
             self.rows_done += 1
 
