@@ -7,6 +7,7 @@ import pytest
 from draftline.data.conversations import (
     Conversation,
     TokenRow,
+    TokenText,
     has_reasoning,
     parse_record,
     trim_to_last_answer,
@@ -77,16 +78,30 @@ def test_arguments_that_are_not_json_stay_the_text_that_was_written():
 @pytest.mark.parametrize("mask", ["loss_mask", "assistant_masks"])
 def test_token_ids_with_a_mask_need_no_template(mask):
     row = parse_record({"input_ids": [5, 6, 7], mask: [0, 1, 1]})
-    assert row == TokenRow((5, 6, 7), (False, True, True))
+    assert row == TokenRow((TokenText((5, 6, 7), (False, True, True)),))
 
 
 def test_labels_mark_what_is_not_supervised_by_minus_100():
-    assert parse_record({"input_ids": [5, 6], "labels": [-100, 6]}) == TokenRow((5, 6), (False, True))
+    row = parse_record({"input_ids": [5, 6], "labels": [-100, 6]})
+    assert row == TokenRow((TokenText((5, 6), (False, True)),))
 
 
 def test_the_ids_a_server_gave_are_supervised_after_its_prompt():
     row = parse_record({"prompt_ids": [5, 6], "completion_ids": [7], "finish_reason": "length"})
-    assert row == TokenRow((5, 6, 7), (False, False, True), truncated=True)
+    assert row == TokenRow((TokenText((5, 6, 7), (False, False, True)),), truncated=True)
+
+
+def test_turns_given_as_ids_are_one_document_as_long_as_each_goes_on_from_the_last():
+    turns = [
+        {"prompt_ids": [1, 2], "completion_ids": [3]},
+        {"prompt_ids": [1, 2, 3, 4], "completion_ids": [5, 6]},
+        {"prompt_ids": [1, 9, 4, 5, 6, 7], "completion_ids": [8]},
+    ]
+    row = parse_record({"token_turns": turns})
+    assert isinstance(row, TokenRow)
+    assert [document.input_ids for document in row.documents] == [(1, 2, 3, 4, 5, 6), (1, 9, 4, 5, 6, 7, 8)]
+    assert row.documents[0].supervised == (False, False, True, False, True, True)
+    assert row.documents[1].supervised == (False,) * 6 + (True,)
 
 
 @pytest.mark.parametrize(

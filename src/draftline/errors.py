@@ -65,7 +65,13 @@ class CheckpointError(DraftlineError):
     exit_code = 10
 
 
-class Interrupted(DraftlineError):  # noqa: N818 - a stop that was asked for, not an error
+class ServerError(DraftlineError):
+    """A generation server that cannot be reached, or that fails row after row."""
+
+    exit_code = 11
+
+
+class Interrupted(DraftlineError):
     """Stopped by a signal with a checkpoint saved; run the same command again to go on."""
 
     exit_code = 75

@@ -16,7 +16,7 @@ from draftline.data.reasons import Reason, UnusableRow
 
 KNOWN_FORMS = (
     "messages=[{role, content}], conversations=[{from, value}], prompt + response, prompt + completion, "
-    "instruction + output, input_ids + loss_mask, prompt_ids + completion_ids"
+    "instruction + output, input_ids + loss_mask, prompt_ids + completion_ids, token_turns"
 )
 
 _ROLES = {
@@ -58,17 +58,24 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class TokenRow:
-    """A row that needs no template: ids, and which of them the target wrote."""
+class TokenText:
+    """Token ids of one document, and which of them the target wrote."""
 
     input_ids: tuple[int, ...]
     supervised: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that needs no template."""
+
+    documents: tuple[TokenText, ...]
     truncated: bool = False
 
     @property
     def key(self) -> str:
         """Content hash, 16 hexadecimal digits."""
-        return content_key([self.input_ids, self.supervised])
+        return content_key([[text.input_ids, text.supervised] for text in self.documents])
 
 
 def content_key(value: Any) -> str:
@@ -85,8 +92,10 @@ def parse_record(record: Any) -> Conversation | TokenRow:
     """
     if not isinstance(record, dict):
         raise UnusableRow(Reason.NOT_A_ROW, f"a {type(record).__name__}; known forms: {KNOWN_FORMS}")
-    if "input_ids" in record or "prompt_ids" in record:
-        return _token_row(record)
+    if "input_ids" in record:
+        return TokenRow((_masked_ids(record),), _is_truncated(record))
+    if "prompt_ids" in record or "token_turns" in record:
+        return TokenRow(_joined_turns(record), _is_truncated(record))
     messages = [_message(raw) for raw in _raw_messages(record)]
     return Conversation(tuple(messages), _tools(record.get("tools")), _is_truncated(record))
 
@@ -243,11 +252,7 @@ def _is_truncated(record: dict[str, Any]) -> bool:
     return record.get("finish_reason") == "length" or record.get("truncated") is True
 
 
-def _token_row(record: dict[str, Any]) -> TokenRow:
-    if "prompt_ids" in record:
-        prompt, completion = _ids(record, "prompt_ids"), _ids(record, "completion_ids")
-        mask = (False,) * len(prompt) + (True,) * len(completion)
-        return TokenRow(prompt + completion, mask, _is_truncated(record))
+def _masked_ids(record: dict[str, Any]) -> TokenText:
     ids = _ids(record, "input_ids")
     name = next((name for name in _MASKS if name in record), None)
     if name is None:
@@ -256,8 +261,23 @@ def _token_row(record: dict[str, Any]) -> TokenRow:
     if len(flags) != len(ids):
         raise UnusableRow(Reason.LENGTHS_DIFFER, f"{len(ids)} input_ids, {len(flags)} in '{name}'")
     # Labels mark what is not supervised by -100, masks by 0.
-    mask = tuple(flag != -100 if name == "labels" else bool(flag) for flag in flags)
-    return TokenRow(ids, mask, _is_truncated(record))
+    return TokenText(ids, tuple(flag != -100 if name == "labels" else bool(flag) for flag in flags))
+
+
+def _joined_turns(record: dict[str, Any]) -> tuple[TokenText, ...]:
+    """Prompts and completions of successive turns: one document as long as each goes on from the one before."""
+    turns = record.get("token_turns", [record])
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise UnusableRow(Reason.NOT_A_ROW, "'token_turns' is not a list of prompt_ids and completion_ids")
+    documents: list[TokenText] = []
+    for turn in turns:
+        prompt, completion = _ids(turn, "prompt_ids"), _ids(turn, "completion_ids")
+        mask: tuple[bool, ...] = ()
+        if documents and prompt[: len(documents[-1].input_ids)] == documents[-1].input_ids:
+            mask = documents.pop().supervised
+        mask += (False,) * (len(prompt) - len(mask)) + (True,) * len(completion)
+        documents.append(TokenText(prompt + completion, mask))
+    return tuple(documents)
 
 
 def _ids(record: dict[str, Any], name: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from draftline.data.conversations import Conversation, TokenRow, parse_record
@@ -83,13 +84,18 @@ class RowEncoder:
                 raise UnusableRow(Reason.TRUNCATED)
             notes[Note.TRUNCATED] += 1
         if isinstance(row, TokenRow):
-            documents = [token_document(row, self._vocab_size)]
+            documents = [token_document(text, self._vocab_size) for text in row.documents]
+            notes[Note.NO_END] += not row.truncated and not self._ends(documents[-1])
         else:
             documents, more = encode(self._template, row)
             notes += more
         kept = self._clipped(documents, notes)
         tally.notes += notes
         return [(document, int(row.key, 16)) for document in kept]
+
+    def _ends(self, document: Document) -> bool:
+        last = int(document.input_ids[np.flatnonzero(document.supervised)[-1]])
+        return decode(self._template.tokenizer, [last]) in self._template.end_strings
 
     def _clipped(self, documents: list[Document], notes: Counter[Note]) -> list[Document]:
         """Clip each document; one with nothing left goes, and the row with it when all do."""
@@ -122,6 +128,6 @@ class RowEncoder:
             row = parse_record(record)
             if isinstance(row, Conversation):
                 return self._template.text(row.messages, row.tools, think=False)[0][:_SHOWN]
-            return decode(self._template.tokenizer, list(row.input_ids))[:_SHOWN]
+            return decode(self._template.tokenizer, list(row.documents[0].input_ids))[:_SHOWN]
         except UnusableRow:
             return json.dumps(record, ensure_ascii=False, default=str)[:_SHOWN]

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.answers import Marked, mark_answers
-from draftline.data.conversations import Conversation, TokenRow, trim_to_last_answer
+from draftline.data.conversations import Conversation, TokenText, trim_to_last_answer
 from draftline.data.document import Document
 from draftline.data.reasons import Note, Reason, UnusableRow
 from draftline.data.template import ChatTemplate
@@ -68,7 +68,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return text
 
 
-def token_document(row: TokenRow, vocab_size: int) -> Document:
+def token_document(row: TokenText, vocab_size: int) -> Document:
     """The document of a row that came as token ids.
 
     Raises:

@@ -84,8 +84,8 @@ class ChatTemplate:
         """The Jinja text in use."""
         return self._source
 
-    def prompt(self, messages: Objects, tools: Objects | None, *, think: bool) -> str:
-        """What the target is given before it writes the next turn.
+    def prompt(self, messages: Objects, tools: Objects | None, *, think: bool | None) -> str:
+        """What the target is given before it writes the next turn; `think` None is the template's default.
 
         Raises:
             UnusableRow: the template refuses these turns.
@@ -101,10 +101,10 @@ class ChatTemplate:
         return self._render(messages, tools, think=think, generation_prompt=False)
 
     def _render(
-        self, messages: Objects, tools: Objects | None, *, think: bool, generation_prompt: bool
+        self, messages: Objects, tools: Objects | None, *, think: bool | None, generation_prompt: bool
     ) -> tuple[str, list[Span]]:
         variables = {**self.tokenizer.special_tokens_map, **self.options.variables}
-        if self.switch is not None and self.switch not in self.options.variables:
+        if self.switch is not None and think is not None and self.switch not in self.options.variables:
             variables[self.switch] = think
         render = functools.partial(
             render_jinja_template,

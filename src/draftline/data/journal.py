@@ -1,0 +1,108 @@
+"""An append-only JSONL file that survives a kill at any moment: rows are in it once, whole, or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from draftline.errors import ConfigError, DataError, FolderInUseError
+
+_ID = re.compile(rb'^\{"id": "([^"\\]+)"')
+_SYNC_S = 1.0
+"""Seconds of finished rows that a power cut may take (a kill takes none)."""
+
+
+class Journal:
+    """Rows by id, in the order in which they were finished.
+
+    Opening it drops a last line that was cut off by a kill, and reads the ids that are there. One process at a
+    time: the file is locked.
+    """
+
+    def __init__(self, path: Path, made_by: dict[str, Any]) -> None:
+        """Name the file and the settings that its rows must have been made with."""
+        self.path = path
+        self.ids: set[str] = set()
+        """Ids of the rows that are in the file."""
+        self._made_by = made_by
+        self._file: BinaryIO | None = None
+        self._synced = 0.0
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise FolderInUseError(
+                f"another process writes {self.path}; wait for it or name another"
+            ) from None
+        try:
+            self._read(file)
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        self._sync()
+        self._file.close()
+        self._file = None
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a finished row; its first key is `id`."""
+        assert self._file is not None
+        assert row["id"] not in self.ids
+        self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        self._file.flush()
+        self.ids.add(row["id"])
+        if time.monotonic() - self._synced > _SYNC_S:
+            self._sync()
+
+    def _sync(self) -> None:
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def _read(self, file: BinaryIO) -> None:
+        file.seek(0)
+        whole = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            self._check(number, line)
+            whole += len(line)
+        file.truncate(whole)
+        file.seek(0, os.SEEK_END)
+
+    def _check(self, number: int, line: bytes) -> None:
+        found = _ID.match(line)
+        if found is None:
+            raise DataError(f"{self.path}:{number} was not written by this command; name another output file")
+        if number == 1:
+            self._refuse_other_settings(json.loads(line).get("made_by", {}))
+        self.ids.add(found[1].decode())
+
+    def _refuse_other_settings(self, theirs: dict[str, Any]) -> None:
+        differing = [
+            f"{name}={theirs.get(name)!r} (now {self._made_by.get(name)!r})"
+            for name in sorted(theirs.keys() | self._made_by.keys())
+            if theirs.get(name) != self._made_by.get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{self.path} holds rows made with other settings: {', '.join(differing)}; use the same, "
+                "or name another output file"
+            )

@@ -1,0 +1,132 @@
+"""`draftline regenerate`: the same prompts, with answers that the target wrote itself.
+
+A drafter learns to guess the target's next tokens, so every answer it trains on must be the target's own
+(dflash.md 2.5). The output is JSONL that `draftline prepare` reads; it is also the journal, so that a run that
+was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+
+from draftline.config import Frozen
+from draftline.data.dialogue import Dialogue, read_dialogues
+from draftline.data.journal import Journal
+from draftline.data.reasons import Reason
+from draftline.data.sampling import Sampling
+from draftline.data.server import Failed
+from draftline.data.sources import Source, resolve_source
+from draftline.errors import ConfigError, ServerError
+
+
+class Writer(Protocol):
+    """Whatever finishes dialogues: a server (server.py) or a model in this process (local.py)."""
+
+    def made_by(self) -> dict[str, Any]:
+        """What every row records of its writer."""
+        ...
+
+    def finish(self, dialogues: Iterator[Dialogue], /) -> Iterator[Dialogue | Failed]:
+        """Finished or failed dialogues, in any order."""
+        ...
+
+
+class RegenerateOptions(Frozen):
+    """Which answers are written, and when to give up."""
+
+    turns: Literal["all", "last"] = "all"
+    """Write every answer of a conversation anew, or only the last, after the given ones."""
+    give_up_after: int = Field(default=10, ge=1)
+    """Failures in a row that end the run with the server's words."""
+    limit: int | None = Field(default=None, ge=1)
+    """Rows to write at most; none means all."""
+
+
+@dataclass
+class RegenerateReport:
+    """What happened to the rows of the source."""
+
+    written: int = 0
+    """Rows written by this run."""
+    already_there: int = 0
+    """Rows that an earlier run had written."""
+    truncated: int = 0
+    """Rows of this run whose last answer was cut off (finish_reason=length); they are marked."""
+    failed: int = 0
+    """Rows that gave no answer; run again to try them again."""
+    first_failure: str = ""
+    skipped: Counter[Reason] = field(default_factory=Counter)
+    """Rows without a prompt."""
+
+
+def regenerate(
+    source: str | Path | Source,
+    writer: Writer,
+    out: Path,
+    sampling: Sampling,
+    options: RegenerateOptions | None = None,
+    *,
+    progress: Callable[[RegenerateReport], None] | None = None,
+) -> RegenerateReport:
+    """Write the target's own answers to every prompt of a source into the JSONL file `out`.
+
+    Rows that `out` already holds are kept and not asked for again, so a run that was stopped in any way goes on.
+
+    Raises:
+        ServerError: `give_up_after` failures in a row, with the server's last words.
+        ConfigError: `out` was made with other settings (they are named).
+        DataError: a malformed row, by file and line.
+        FolderInUseError: another process writes `out`.
+    """
+    options = options or RegenerateOptions()
+    if out.suffix != ".jsonl":
+        raise ConfigError(f"output {out} must end in .jsonl")
+    made_by = {**writer.made_by(), **sampling.model_dump(mode="json"), "turns": options.turns}
+    report = RegenerateReport()
+    in_a_row = 0
+    with Journal(out, made_by) as journal:
+        resolved = source if isinstance(source, Source) else resolve_source(source)
+        dialogues = _remaining(resolved, journal.ids, options, report)
+        for outcome in writer.finish(dialogues):
+            if isinstance(outcome, Failed):
+                in_a_row += 1
+                _count_failure(report, outcome, in_a_row, options)
+            else:
+                in_a_row = 0
+                journal.append(outcome.row(made_by))
+                report.written += 1
+                report.truncated += outcome.answers[-1].finish_reason == "length"
+            if progress is not None:
+                progress(report)
+    return report
+
+
+def _remaining(
+    source: Source, done: set[str], options: RegenerateOptions, report: RegenerateReport
+) -> Iterator[Dialogue]:
+    dialogues = read_dialogues(source, options.turns, report.skipped)
+    for dialogue in itertools.islice(dialogues, options.limit):
+        if dialogue.id in done:
+            report.already_there += 1
+        else:
+            yield dialogue
+
+
+def _count_failure(
+    report: RegenerateReport, failed: Failed, in_a_row: int, options: RegenerateOptions
+) -> None:
+    report.failed += 1
+    where = f"row {failed.dialogue.source}: {failed.words}"
+    report.first_failure = report.first_failure or where
+    if in_a_row >= options.give_up_after:
+        raise ServerError(
+            f"{in_a_row} rows in a row gave no answer, the last was {where}. The {report.written} rows written "
+            "so far are kept; run the same command again to go on"
+        )
