@@ -108,9 +108,8 @@ def _mib(size: int) -> str:
 def make_folders(fs: FileSystem, path: Path) -> None:
     """Create a folder and its missing parents, each durable before the next. One that exists is left alone."""
     for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
-        with suppress(
-            FileExistsError
-        ):  # another process starts in the same place; the lock decides between us
+        # Another process may start in the same place just now; the lock decides between us.
+        with suppress(FileExistsError):
             fs.make_folder(folder)
         fs.sync_folder(folder.parent)
 

@@ -32,7 +32,7 @@ _GRACE_S = 5.0
 """Seconds for a trainer that was told twice to end."""
 _STACKS_S = 1.0
 """Seconds for printing stacks."""
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = None) -> int:
@@ -52,7 +52,6 @@ def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = N
     """
     with _Child(argv, timeout_s) as child:
         silent = not child.ends_within(2 * timeout_s)
-        code = child.end()
     if silent:
         return _report(
             folder,
@@ -62,9 +61,9 @@ def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = N
             "and was killed; its stacks are above. The last finished checkpoint counts: run the same command "
             "again",
         )
-    if code < 0:
-        return _report(folder, argv, 1, _death(signal.Signals(-code)))
-    return code
+    if child.code < 0:
+        return _report(folder, argv, 1, _death(signal.Signals(-child.code)))
+    return child.code
 
 
 def _report(folder: Path | None, argv: Sequence[str], code: int, cause: str) -> int:
@@ -96,6 +95,8 @@ class _Child:
         self._early: list[int] = []
         self._num_signals = 0
         self._kill_at = float("inf")
+        self.code = 0
+        """Exit code once the block is left, negative for a signal."""
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
@@ -115,7 +116,7 @@ class _Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        self.code = self._end()
         os.close(self._pipe)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -152,8 +153,8 @@ class _Child:
             time.sleep(_SLICE_S)  # the pipe is closed, so select no longer waits
         return False
 
-    def end(self) -> int:
-        """Leave nothing of the child running; its exit code, negative for a signal."""
+    def _end(self) -> int:
+        """Leave nothing of the child running."""
         assert self._process is not None
         if self._process.poll() is None:
             # faulthandler prints the stacks without the interpreter lock.
@@ -199,5 +200,6 @@ def _beat(descriptor: int, beat_s: float) -> None:
             time.sleep(beat_s)
     except BrokenPipeError:
         # Nobody would end this process if it hung, nor pass signals on: save and stop.
-        print("draftline: the monitor died; stopping as for SIGTERM", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the terminal may have gone with the monitor
+            print("draftline: the monitor died; stopping as for SIGTERM", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -66,5 +67,7 @@ class StopOnSignal:
 
 
 def _say(text: str) -> None:
-    # Not print: the handler may have interrupted a print, and buffered streams are not re-entrant.
-    os.write(sys.stderr.fileno(), f"draftline: {text}\n".encode())
+    # Not print: the handler may have interrupted a print, and buffered streams are not re-entrant. And the
+    # terminal may be gone, which must not raise from whatever line the main thread is at.
+    with suppress(OSError):
+        os.write(sys.stderr.fileno(), f"draftline: {text}\n".encode())

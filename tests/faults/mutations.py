@@ -266,7 +266,7 @@ ABORTS = [
         MONITOR,
     ),
     Mutation(
-        "signal that killed the trainer", "monitor.py", "    if code < 0:\n", "    if False:\n", MONITOR
+        "signal that killed the trainer", "monitor.py", "    if child.code < 0:\n", "    if False:\n", MONITOR
     ),
 ]
 

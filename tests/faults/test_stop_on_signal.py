@@ -62,7 +62,7 @@ def test_a_run_that_is_told_once_finishes_its_save_and_exits_75(number: signal.S
     assert f"draftline: {number.name}: finishing this step, saving, then stopping" in err
 
 
-def test_a_run_that_is_told_twice_ends_at_once(tmp_path: object) -> None:
+def test_a_run_that_is_told_twice_ends_at_once() -> None:
     with start(save=60) as process:
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
@@ -71,6 +71,14 @@ def test_a_run_that_is_told_twice_ends_at_once(tmp_path: object) -> None:
         _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "second signal (SIGINT): ending at once" in err
+
+
+def test_a_run_whose_terminal_is_gone_still_saves_and_exits_75() -> None:
+    with start(save=0.1) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 75
 
 
 def test_another_thread_may_not_take_the_handlers() -> None:
