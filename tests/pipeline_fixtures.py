@@ -13,12 +13,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig
 from draftline.data.document import Document
 from draftline.data.rows import RowShape, RowSource
+from draftline.drafter.worker import StepRecord
 from draftline.pipeline.engine import Engine
 from draftline.pipeline.job import Job, max_documents
 from draftline.pipeline.plan import Plan
 from draftline.pipeline.schedule import Schedule
 from draftline.pipeline.state import ShardState, TrainingState, join_shards
-from draftline.drafter.worker import StepRecord
 from draftline.target.load import Target
 
 VOCAB, HIDDEN, BLOCK = 128, 32, 8
@@ -78,7 +78,9 @@ def tiny_target() -> Target:
     return Target("tiny", model, cast("Any", None), weight, 1.0, weight)
 
 
-def make_job(targets: int = 1, drafters: int = 1, steps: int = 4, rows_per_step: int = 6, **changes: Any) -> Job:
+def make_job(
+    targets: int = 1, drafters: int = 1, steps: int = 4, rows_per_step: int = 6, **changes: Any
+) -> Job:
     store = MemoryStore()
     shape = RowShape(256, 32, BLOCK, 512, 4.0, ())
     cpu = torch.device("cpu")

@@ -6,15 +6,12 @@ follows from the target has been filled in; it is what a checkpoint's `config.js
 
 from __future__ import annotations
 
-import difflib
 import math
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from draftline.errors import ConfigError
+from pydantic_core import ErrorDetails
 
 TILE = 128
 """Tokens: side of a block-sparse attention tile; token and block budgets are multiples of it."""
@@ -40,7 +37,7 @@ class TargetConfig(Frozen):
 
     @model_validator(mode="after")
     def _remote_code_is_pinned(self) -> Self:
-        pinned = self.revision is not None and len(self.revision) == 40  # noqa: PLR2004
+        pinned = self.revision is not None and len(self.revision) == 40
         if self.trust_remote_code and not pinned:
             raise ValueError(
                 f"trust_remote_code runs code from {self.path}; set target.revision to the 40-digit commit "
@@ -209,7 +206,7 @@ class RunConfig(Frozen):
     rows: RowConfig = RowConfig()
     drafter: DrafterConfig = DrafterConfig()
     loss: LossConfig = LossConfig()
-    optim: OptimConfig = OptimConfig(epochs=6)
+    optim: OptimConfig
     placement: PlacementConfig = PlacementConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -273,61 +270,16 @@ class DrafterSpec(Frozen):
         return self.layer_types[layer] == "sliding_attention"
 
 
-def load_run_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
-    """Read `run.yaml` and lay dotted overrides over it.
-
-    Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown (the nearest name is given), or a
-            value cannot work.
-    """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no configuration at {path}; write one with `draftline init` or name another") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds {type(raw).__name__}, not a mapping of settings")
-    for dotted, value in (overrides or {}).items():
-        _set_dotted(raw, dotted, value)
-    return parse_config(RunConfig, raw, str(path))
+def explain(error: ValidationError) -> str:
+    """Pydantic's complaints as one readable sentence each: the setting, its value, the reason."""
+    return "; ".join(_explain(item) for item in error.errors())
 
 
-def _set_dotted(raw: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, leaf = dotted.split(".")
-    for name in parents:
-        raw = raw.setdefault(name, {})
-    raw[leaf] = value
-
-
-C = TypeVar("C", bound=BaseModel)
-
-
-def parse_config(model: type[C], raw: dict[str, Any], source: str) -> C:
-    """Validate `raw`, turning every complaint into one readable ConfigError that names `source`."""
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        lines = [_explain(model, item) for item in error.errors()]
-        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
-
-
-def _explain(model: type[BaseModel], item: Any) -> str:
+def _explain(item: ErrorDetails) -> str:
     where = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        known = _keys_at(model, item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(sorted(known))}"
-        return f"unknown key '{where}'; {hint}"
-    if item["type"] == "missing":
-        return f"'{where}' is missing"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{where}={item['input']!r}: {message}" if where and item["type"] != "value_error" else message
-
-
-def _keys_at(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    for part in loc:
-        annotation = model.model_fields[part].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        model = annotation
-    return list(model.model_fields)
+    if item["type"] == "missing":
+        return f"{where} is missing; set it in the file or as --{where.replace('_', '-')}"
+    if item["type"] == "value_error":
+        return message
+    return f"{where}={item['input']!r}: {message}"

@@ -34,7 +34,7 @@ class FlatLayout:
     @classmethod
     def of(cls, module: nn.Module, num_shards: int) -> FlatLayout:
         """Lay out a module's parameters for `num_shards` drafters."""
-        named = sorted(module.named_parameters(), key=lambda item: item[1].dim() < 2)  # noqa: PLR2004 - matrices first
+        named = sorted(module.named_parameters(), key=lambda item: item[1].dim() < 2)
         offsets, total, num_decayed = [], 0, 0
         for _, parameter in named:
             offsets.append(total)
@@ -165,7 +165,9 @@ class ShardedAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments of the shard, each float32 [shard], and the step count []."""
-        moments = [self._optimizer.state[p] for group in self._optimizer.param_groups for p in group["params"]]
+        moments = [
+            self._optimizer.state[p] for group in self._optimizer.param_groups for p in group["params"]
+        ]
         return {
             "master": self.master,
             "exp_avg": torch.cat([m["exp_avg"] for m in moments]),

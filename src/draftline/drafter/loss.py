@@ -72,7 +72,10 @@ def frozen_head_loss(
         parts = [
             chunk(h, head, y, w)
             for h, y, w in zip(
-                rows.split(chunk_rows), flat_labels.split(chunk_rows), flat_weights.split(chunk_rows), strict=True
+                rows.split(chunk_rows),
+                flat_labels.split(chunk_rows),
+                flat_weights.split(chunk_rows),
+                strict=True,
             )
         ]
         cross_entropy, correct, slopes = (torch.cat(column) for column in zip(*parts, strict=True))

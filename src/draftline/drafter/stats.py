@@ -41,7 +41,12 @@ def row_stats(loss: SlotLoss, weights: Tensor, anchor_valid: Tensor) -> Tensor:
             (prefix.sum(dim=1) + anchor_valid).float().sum(),
         ]
     )
-    per_slot = [cross_entropy.sum(0), supervised.float().sum(0), correct.float().sum(0), prefix.float().sum(0)]
+    per_slot = [
+        cross_entropy.sum(0),
+        supervised.float().sum(0),
+        correct.float().sum(0),
+        prefix.float().sum(0),
+    ]
     return torch.cat([scalars, *per_slot])
 
 

@@ -12,7 +12,10 @@ from typing import Literal
 _HERE = Path(__file__).parent
 
 
-def embedded_path(name: Literal["tiny", "hybrid"]) -> Path:
+EmbeddedName = Literal["tiny", "hybrid"]
+
+
+def embedded_path(name: EmbeddedName) -> Path:
     """Folder of an embedded target, as `from_pretrained` of transformers takes it.
 
     `tiny` has eight layers of full attention (Qwen3), `hybrid` three layers of gated delta rule for each one

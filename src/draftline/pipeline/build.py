@@ -46,7 +46,10 @@ class BuiltDrafter:
 
     def shard_state(self, steps_done: int, index: int) -> ShardState:
         """Copy this drafter's shard of masters and moments to the host."""
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.member.optimizer.state().items()}
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self.member.optimizer.state().items()
+        }
         return ShardState(steps_done, index, self.member.parameters.layout, tensors)
 
 
@@ -60,11 +63,12 @@ def build_target(job: Job, replicas: Replicas, place: Place, name: str) -> Built
         job.form,
     )
     captured = place.stream is not None and job.form == "packed"
-    if captured:
+    compiled = captured and forward.packing.kernel == "varlen"
+    if compiled:
         forward.compile_layers(lambda function: compile_isolated(function, name))
     forward.load(job.source.row(job.schedule.first_row))
     step = _finish(forward.run, [forward], place, captured=captured)
-    how = "layers compiled, whole forward one CUDA graph" if captured else "launched"
+    how = ("layers compiled, " if compiled else "") + ("one CUDA graph" if captured else "launched")
     return BuiltTarget(forward, step, (f"{name}: target forward {job.form}, {how}",))
 
 
@@ -138,7 +142,11 @@ def _prove(job: Job, step: DrafterStep, place: Place, name: str) -> tuple[str, .
 
 
 def _finish(
-    function: Callable[[], Tensor] | Callable[[], None], owners: Sequence[object], place: Place, *, captured: bool
+    function: Callable[[], Tensor] | Callable[[], None],
+    owners: Sequence[object],
+    place: Place,
+    *,
+    captured: bool,
 ) -> Step:
     if not captured:
         return LaunchedStep(function)

@@ -74,7 +74,10 @@ class Channel:
         """
         with self._condition:
             self._abort.wait(
-                self._condition, lambda: index in self._published, self._seconds, f"row {index} from its target"
+                self._condition,
+                lambda: index in self._published,
+                self._seconds,
+                f"row {index} from its target",
             )
             row = self._published.pop(index)
         return row, self._slots[(index - self._first) // self._stride % len(self._slots)]

@@ -49,7 +49,9 @@ class Replicas:
         self._target = target
         self._lock = threading.Lock()
         self._models: dict[torch.device, PreTrainedModel] = {target.device: target.model}
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {target.device: (target.embedding, target.head)}
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {
+            target.device: (target.embedding, target.head)
+        }
 
     def model(self, device: torch.device) -> PreTrainedModel:
         """The whole target on `device`; workers there share its weights."""
@@ -65,7 +67,8 @@ class Replicas:
             if device in self._models:
                 model = self._models[device]
                 embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-                assert isinstance(embedding, Tensor) and isinstance(head, Tensor)
+                assert isinstance(embedding, Tensor)
+                assert isinstance(head, Tensor)
                 self._tables[device] = embedding.detach(), head.detach()
             elif device not in self._tables:
                 embedding = self._target.embedding.to(device)

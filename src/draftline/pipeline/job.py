@@ -49,5 +49,5 @@ class Job:
 def max_documents(source_lengths: Tensor, token_budget: int) -> int:
     """Most documents that fit a row when none appears in it twice: the shortest ones together."""
     shortest, _ = torch.sort(source_lengths)
-    total = torch.cumsum(shortest[: token_budget].long(), dim=0)
+    total = torch.cumsum(shortest[:token_budget].long(), dim=0)
     return max(1, int((total <= token_budget).sum()))

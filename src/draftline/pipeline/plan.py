@@ -28,7 +28,10 @@ class Plan:
 
     def describe(self) -> list[str]:
         """The plan as lines for a person."""
-        kernel = {"flex": "compiled block-sparse flex_attention", "sdpa": "SDPA with a boolean mask, tile by tile"}
+        kernel = {
+            "flex": "compiled block-sparse flex_attention",
+            "sdpa": "SDPA with a boolean mask, tile by tile",
+        }
         devices = {
             "split": f"targets on {_names(self.targets)}, drafters on {_names(self.drafters)}",
             "colocated": f"each of {_names(self.drafters)} runs target and drafter in turn",
@@ -41,7 +44,9 @@ class Plan:
 
 
 def _names(devices: tuple[torch.device, ...]) -> str:
-    return ", ".join(f"{devices.count(d)} x {d}" if devices.count(d) > 1 else str(d) for d in dict.fromkeys(devices))
+    return ", ".join(
+        f"{devices.count(d)} x {d}" if devices.count(d) > 1 else str(d) for d in dict.fromkeys(devices)
+    )
 
 
 def available_devices() -> tuple[torch.device, ...]:
@@ -80,7 +85,10 @@ def _num_workers(mode: str, targets: tuple[torch.device, ...], drafters: tuple[t
 def _place(
     config: PlacementConfig,
 ) -> tuple[Literal["split", "colocated"], tuple[torch.device, ...], tuple[torch.device, ...]]:
-    named = [_parse(name) for name in (config.targets or ())], [_parse(name) for name in (config.drafters or ())]
+    named = (
+        [_parse(name) for name in (config.targets or ())],
+        [_parse(name) for name in (config.drafters or ())],
+    )
     targets, drafters = (tuple(devices) for devices in named)
     everything = available_devices()
     if config.mode == "auto":
@@ -115,7 +123,9 @@ def _parse(name: str) -> torch.device:
     count = torch.cuda.device_count()
     index = device.index or 0
     if device.type != "cuda" or index >= count:
-        raise ConfigError(f"placement asks for {name}, but this machine has {count} CUDA devices; use fewer, or cpu")
+        raise ConfigError(
+            f"placement asks for {name}, but this machine has {count} CUDA devices; use fewer, or cpu"
+        )
     return torch.device("cuda", index)
 
 

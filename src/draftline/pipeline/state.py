@@ -47,7 +47,9 @@ def join_shards(shards: list[ShardState]) -> TrainingState:
     return TrainingState(ordered[0].steps_done, tensors)
 
 
-def cut_shard(tensors: Mapping[str, Tensor], layout: FlatLayout, index: int, num_shards: int) -> dict[str, Tensor]:
+def cut_shard(
+    tensors: Mapping[str, Tensor], layout: FlatLayout, index: int, num_shards: int
+) -> dict[str, Tensor]:
     """The part of a saved state that drafter `index` of `num_shards` owns; inverse of `join_shards`."""
     part = layout.shard(index, num_shards)
     out = {"step": tensors["step"]}

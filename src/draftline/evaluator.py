@@ -1,0 +1,77 @@
+"""Acceptance length of a run's weights on held-out prompts, before, beside and after training."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from draftline.config import DrafterSpec
+from draftline.drafter.model import Drafter
+from draftline.evaluate import Evaluation, Prompt, Reference, evaluate, reference_answers
+from draftline.greedy import Limit
+from draftline.target.forward import share_weights
+from draftline.target.load import Target
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An evaluation made beside training."""
+
+    step: int
+    evaluation: Evaluation
+
+
+class Evaluator:
+    """Replays the target's own answers; they are written once and serve every evaluation of the run."""
+
+    def __init__(self, target: Target, spec: DrafterSpec, prompts: list[Prompt], limit: Limit) -> None:
+        # its own structure over the same weights: the hooks of an evaluation must not meet the workers'
+        self._target = replace(target, model=share_weights(target.model))
+        self._spec, self._prompts, self._limit = spec, prompts, limit
+        self._references: list[Reference] | None = None
+        self._results: queue.SimpleQueue[Measured | BaseException] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def measure(self, weights: Mapping[str, Tensor]) -> Evaluation:
+        """Evaluate `weights`, float32 by parameter name, in the target's dtype on its device."""
+        if self._references is None:
+            self._references = reference_answers(self._target, self._prompts, self._limit)
+        drafter = Drafter(self._spec)
+        drafter.load_state_dict(dict(weights), strict=True)
+        drafter.to(device=self._target.device, dtype=self._target.embedding.dtype).eval()
+        return evaluate(self._target, drafter, self._references)
+
+    def start(self, weights: Mapping[str, Tensor], step: int) -> bool:
+        """Evaluate in the background; False when the last evaluation still runs, so this one is left out."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        self._thread = threading.Thread(
+            target=self._work, args=(weights, step), name="evaluator", daemon=True
+        )
+        self._thread.start()
+        return True
+
+    def _work(self, weights: Mapping[str, Tensor], step: int) -> None:
+        try:
+            self._results.put(Measured(step, self.measure(weights)))
+        except BaseException as error:  # noqa: BLE001 - raised again by `finished` in the main thread
+            self._results.put(error)
+
+    def finished(self) -> list[Measured]:
+        """Evaluations that have ended since the last call; raises what one of them failed with."""
+        results = []
+        while not self._results.empty():
+            result = self._results.get_nowait()
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+        return results
+
+    def wait(self, seconds: float) -> None:
+        """Let a running evaluation end."""
+        if self._thread is not None:
+            self._thread.join(seconds)

@@ -1,0 +1,87 @@
+"""Metrics of a run: one JSON object per line in `metrics.jsonl`, names as in docs/metrics.md.
+
+The prefix before the first slash is the section in TensorBoard and W&B; positions are zero-padded so that they
+sort. `progress/*` comes with every record, so that steps, tokens and seconds can each be the x axis.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from draftline.drafter.stats import StepStats
+from draftline.drafter.worker import StepRecord
+from draftline.evaluate import Evaluation
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass
+class Progress:
+    """How far a run is; the same in every record."""
+
+    step: int = 0
+    tokens_target: int = 0
+    """Tokens that the target has read, padding excluded."""
+    blocks: int = 0
+    """Blocks trained on so far."""
+    started: float = 0.0
+
+    def fields(self) -> dict[str, float]:
+        """As metrics."""
+        return {
+            "progress/step": self.step,
+            "progress/tokens_target": self.tokens_target,
+            "progress/blocks": self.blocks,
+            "progress/seconds": time.monotonic() - self.started,
+        }
+
+
+def train_metrics(record: StepRecord, stats: StepStats) -> dict[str, float]:
+    """Metrics of one optimizer step."""
+    metrics = {
+        "train/loss": stats.loss,
+        "train/accept_anchor_mean": stats.accept_anchor_mean,
+        "train/grad_norm": record.grad_norm,
+        "train/lr": record.lr,
+        "train/blocks": stats.num_blocks,
+    }
+    for name, values in (("ce", stats.ce_pos), ("top1", stats.top1_pos), ("prefix", stats.prefix_pos)):
+        metrics.update({f"train/{name}_pos/{slot:02d}": value for slot, value in enumerate(values, start=1)})
+    return metrics
+
+
+def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """Metrics of one evaluation on held-out prompts."""
+    overall = evaluation.overall
+    metrics = {
+        "eval/tau": overall.tau,
+        "eval/tau_low": overall.tau_low,
+        "eval/tau_high": overall.tau_high,
+        "eval/tau_macro": overall.tau_macro,
+        "eval/verify_steps": float(overall.verify_steps),
+    }
+    metrics.update(
+        {f"eval/accept_pos/{slot:02d}": share for slot, share in enumerate(overall.accept_pos, start=1)}
+    )
+    metrics.update({f"eval/tau/{task}": acceptance.tau for task, acceptance in evaluation.tasks.items()})
+    return metrics
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl`; a resumed run goes on in the same file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: TextIO = (folder / METRICS).open("a", encoding="utf-8")
+
+    def write(self, progress: Progress, metrics: dict[str, float]) -> None:
+        """One line: where the run is, and the figures."""
+        self._file.write(json.dumps(progress.fields() | metrics) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

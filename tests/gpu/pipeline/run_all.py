@@ -1,0 +1,232 @@
+"""The threaded pipeline on real GPUs, as one script: `python tests/gpu/pipeline/run_all.py --json out.json`.
+
+Needs one CUDA device; with two it also splits over both. Random weights, synthetic documents with a real length
+mix. Each check prints PASS or FAIL with its figures; the exit code is the number of failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from draftline.compiling import tripwire  # noqa: E402
+from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig  # noqa: E402
+from draftline.data.document import Document  # noqa: E402
+from draftline.data.rows import RowShape, RowSource  # noqa: E402
+from draftline.drafter.step import distinct_windows  # noqa: E402
+from draftline.drafter.worker import StepRecord  # noqa: E402
+from draftline.pipeline.engine import Engine, Ready  # noqa: E402
+from draftline.pipeline.job import Job, max_documents  # noqa: E402
+from draftline.pipeline.plan import Plan  # noqa: E402
+from draftline.pipeline.schedule import Schedule  # noqa: E402
+from draftline.target.load import Target  # noqa: E402
+from draftline.target.selftest import choose_form  # noqa: E402
+
+VOCAB, HIDDEN, BLOCK = 4096, 512, 16
+
+
+class LengthMix:
+    """Documents of 40 to 900 tokens, log-normal, in memory."""
+
+    def __init__(self, num_documents: int = 400) -> None:
+        draws = np.random.default_rng(0)
+        self.lengths = np.clip(draws.lognormal(5.3, 0.7, num_documents), 40, 900).astype(np.int32)
+        self._ids = draws.integers(4, VOCAB, int(self.lengths.sum())).astype(np.int32)
+        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def document(self, index: int) -> Document:
+        ids = self._ids[self._starts[index] : self._starts[index + 1]]
+        return Document(ids, np.arange(len(ids)) >= len(ids) // 5)
+
+
+def make_target(device: torch.device) -> Target:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval().requires_grad_(requires_grad=False)
+    weight = model.get_input_embeddings().weight.detach()
+    return Target("random", model, cast("Any", None), weight, 1.0, weight)
+
+
+SPEC = DrafterSpec(
+    hidden_size=HIDDEN,
+    intermediate_size=1536,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    vocab_size=VOCAB,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_position_embeddings=4096,
+    block_size=BLOCK,
+    mask_token_id=3,
+    target_layer_ids=(1, 3, 5),
+    num_target_layers=8,
+    layer_types=("full_attention",) * 3,
+)
+
+
+def make_job(
+    targets: list[str], drafters: list[str], steps: int, rows_per_step: int, spec: DrafterSpec = SPEC
+) -> Job:
+    store = LengthMix()
+    shape = RowShape(2048, 256, BLOCK, 512, 7.0, distinct_windows(spec))
+    devices = tuple(torch.device(d) for d in targets), tuple(torch.device(d) for d in drafters)
+    target = make_target(devices[0][0])
+    mode = "colocated" if targets == ["colocated"] else "split"
+    return Job(
+        spec=spec,
+        plan=Plan(mode, *devices, "flex", torch.bfloat16, 3, 4),
+        schedule=Schedule(steps, rows_per_step, len(targets), len(drafters)),
+        shape=shape,
+        source=RowSource(store, shape, seed=0),
+        target=target,
+        form=choose_form(target.model, spec.target_layer_ids).form,
+        max_documents=max_documents(torch.from_numpy(store.lengths), shape.token_budget),
+        optim=OptimConfig(steps=steps, lr=1e-3),
+        loss=LossConfig(),
+        deadlines=DeadlineConfig(stall_timeout_s=60, startup_timeout_s=400),
+        boundaries=frozenset(),
+        seed=0,
+    )
+
+
+def run(job: Job, watch: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """Train; losses of every step, notes of every worker, tokens/s from the fourth step on."""
+    losses, notes, tokens, began = [], [], 0, 0.0
+    for event in Engine(job).events():
+        if isinstance(event, Ready):
+            notes.extend(event.notes)
+        if isinstance(event, StepRecord):
+            tokens += event.num_tokens if began else 0
+            if event.rows.start % len(job.plan.drafters) == 0:
+                losses.append(float(event.stats[0] / event.stats[1]))
+                if watch is not None:
+                    watch(event.step)
+                if event.step == 3:
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+    seconds = time.perf_counter() - began
+    return {"losses": losses, "notes": notes, "tokens_per_s": round(tokens / seconds)}
+
+
+def check_five_and_three(gpus: int) -> dict[str, Any]:
+    """5 target and 3 drafter threads train with 0 dense calls and 0 host synchronisations that PyTorch can see."""
+    last = f"cuda:{gpus - 1}"
+    job = make_job(["cuda:0"] * 5, [last] * 3, steps=40, rows_per_step=6)
+    torch.cuda.set_sync_debug_mode("default")
+    result = run(job)
+    assert len(result["losses"]) == 40
+    assert result["losses"][-1] < result["losses"][0]
+    assert len(tripwire.dense_calls()) == 0
+    return {
+        "tokens_per_s": result["tokens_per_s"],
+        "loss": result["losses"][-1],
+        "notes": result["notes"][-3:],
+    }
+
+
+def check_memory_is_flat(gpus: int) -> dict[str, Any]:
+    """Peak memory does not grow over 200 steps."""
+    peaks: list[int] = []
+
+    def watch(step: int) -> None:
+        if step in (20, 199):
+            peaks.append(max(torch.cuda.max_memory_allocated(d) for d in range(gpus)))
+
+    run(make_job(["cuda:0"], ["cuda:0"], steps=200, rows_per_step=2), watch)
+    assert peaks[0] == peaks[1], peaks
+    return {"peak_mib": peaks[0] / 2**20}
+
+
+def check_repeatable(gpus: int) -> dict[str, Any]:
+    """Two runs give the same losses to the last bit, split or colocated."""
+    last = f"cuda:{gpus - 1}"
+    first = run(make_job(["cuda:0"] * 2, [last] * 2, 50, 4))["losses"]
+    second = run(make_job(["cuda:0"] * 2, [last] * 2, 50, 4))["losses"]
+    job = make_job(["cuda:0"] * 2, ["cuda:0"] * 2, 50, 4)
+    together = run(replace(job, plan=replace(job.plan, mode="colocated")))["losses"]
+    return {"equal": first == second, "colocated_equal": first == together, "last": first[-1]}
+
+
+def check_drafter_counts(_gpus: int) -> dict[str, Any]:
+    """Losses for 1, 2 and 3 drafters at the same global batch agree (bf16, so not to the bit)."""
+    runs = {m: run(make_job(["cuda:0"], ["cuda:0"] * m, 20, 6))["losses"] for m in (1, 2, 3)}
+    spread = max(abs(runs[m][-1] - runs[1][-1]) / runs[1][-1] for m in runs)
+    assert spread < 1e-2, spread
+    return {"relative_spread": spread}
+
+
+def check_sliding_layers(_gpus: int) -> dict[str, Any]:
+    """A drafter with sliding and full layers proves its kernels and trains."""
+    types = ("sliding_attention", "sliding_attention", "full_attention")
+    spec = SPEC.model_copy(update={"layer_types": types, "sliding_window": 64})
+    losses = run(make_job(["cuda:0"], ["cuda:0"], 20, 2, spec))["losses"]
+    assert losses[-1] < losses[0]
+    return {"loss": losses[-1]}
+
+
+CHECKS = (
+    check_five_and_three,
+    check_drafter_counts,
+    check_repeatable,
+    check_sliding_layers,
+    check_memory_is_flat,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*")
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(0),
+        "gpus": gpus,
+        "torch": torch.__version__,
+    }
+    failures = 0
+    for check in CHECKS:
+        if arguments.only and check.__name__ not in arguments.only:
+            continue
+        began = time.monotonic()
+        try:
+            outcome: Any = check(gpus)
+            word = "PASS"
+        except Exception:  # noqa: BLE001 - every check is reported
+            outcome, word = traceback.format_exc()[-3000:], "FAIL"
+            failures += 1
+        results[check.__name__] = {"result": word, "outcome": outcome}
+        print(word, check.__name__, f"{time.monotonic() - began:.0f} s", outcome, flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1))
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
