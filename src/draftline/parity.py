@@ -1,0 +1,121 @@
+"""Step 0 of every run: on the user's own target and data, a training block is the block that decoding drafts.
+
+The trainer lays out many blocks at once over a packed row; the decoder lays out one at a time after a cached
+context. Both are run here on blocks of the run's first row with the target's own embedding, head and taps, and
+must agree. A disagreement means a drafter that learns well and is served badly, which no loss would show.
+
+The drafter is a small one of the same kind: what is compared is layout, positions, visibility and labels, not
+weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftline.config import DrafterSpec
+from draftline.data.rows import Row
+from draftline.drafter.attention import sdpa_attend
+from draftline.drafter.blocks import block_positions, block_token_ids
+from draftline.drafter.draft import BlockDrafter
+from draftline.drafter.mask import block_mask_dense
+from draftline.drafter.model import Drafter
+from draftline.errors import ConfigError
+from draftline.target.load import Target
+
+TOLERANCE = 1e-5
+"""Largest difference of fp32 logits, relative to the largest logit."""
+NUM_BLOCKS = 16
+SMALL_MLP = 64
+
+
+def prove_parity(target: Target, spec: DrafterSpec, row: Row, taps: Tensor) -> float:
+    """Compare training and decoding on the first blocks of a row.
+
+    Args:
+        taps: [T, K*D] of the row, from the trainer's forward of the target.
+
+    Returns:
+        The largest relative difference of logits, 0 for a row without a block.
+
+    Raises:
+        ConfigError: they disagree, or a label is not the token that the decoder would compare a draft with.
+    """
+    count = min(NUM_BLOCKS, int(row.anchor_valid.sum()))
+    if count == 0:
+        return 0.0
+    _check_labels(row, count)
+    drafter = _small_drafter(spec, target.device)
+    embedding, head = target.embedding.float(), target.head.float()
+    with torch.inference_mode():
+        trained = _trained(drafter, embedding, head, row, taps.float(), count)
+        decoded = _decoded(drafter, embedding, head, row, taps.float(), count)
+        difference = ((trained - decoded).abs().max() / decoded.abs().max()).item()
+    if not difference <= TOLERANCE:
+        raise ConfigError(
+            f"training and decoding disagree on {target.name}: logits of the same blocks differ by "
+            f"{difference:.2g} (at most {TOLERANCE}); a drafter trained so would be served badly. This is a "
+            "defect for this kind of target: please report it with the target's config.json"
+        )
+    return difference
+
+
+def _small_drafter(spec: DrafterSpec, device: torch.device) -> Drafter:
+    small = spec.model_copy(update={"intermediate_size": min(spec.intermediate_size, SMALL_MLP)})
+    drafter = Drafter(small)
+    drafter.init_weights(seed=0)
+    return drafter.to(device).eval()
+
+
+def _trained(drafter: Drafter, embedding: Tensor, head: Tensor, row: Row, taps: Tensor, count: int) -> Tensor:
+    """Logits [count, B-1, V] the way a training step lays blocks out."""
+    spec, device = drafter.spec, taps.device
+    tokens, places, documents = (x.to(device) for x in (row.input_ids, row.positions, row.document_ids))
+    anchors, valid = row.anchors[:count].to(device), row.anchor_valid[:count].to(device)
+    ids = block_token_ids(tokens, anchors, valid, spec.mask_token_id, spec.block_size)
+    masks = [
+        block_mask_dense(
+            anchors,
+            valid,
+            documents,
+            places,
+            block_size=spec.block_size,
+            window=spec.window_of(layer),
+            causal=spec.causal_in_block(layer),
+        )
+        for layer in range(spec.num_layers)
+    ]
+    hidden = drafter(
+        F.embedding(ids.flatten(), embedding) * spec.input_embedding_scale,
+        taps,
+        places,
+        block_positions(places, anchors, spec.block_size).flatten(),
+        sdpa_attend(masks),
+    )
+    return F.linear(hidden.unflatten(0, ids.shape)[:, 1:], head)
+
+
+def _decoded(drafter: Drafter, embedding: Tensor, head: Tensor, row: Row, taps: Tensor, count: int) -> Tensor:
+    """The same logits the way a decoder drafts: document by document, after what it has observed."""
+    logits = []
+    for anchor in row.anchors[:count].tolist():
+        start = anchor - int(row.positions[anchor])
+        block = BlockDrafter(drafter, embedding, head, capacity=anchor - start)
+        block.observe(taps[start:anchor])
+        logits.append(block.logits(int(row.input_ids[anchor])))
+    return torch.stack(logits)
+
+
+def _check_labels(row: Row, count: int) -> None:
+    """A draft of slot k is compared with the token k places after the anchor, in the anchor's document."""
+    for block, anchor in enumerate(row.anchors[:count].tolist()):
+        end = next(bound for bound in row.starts if bound > anchor)
+        for slot in range(1, row.labels.shape[1]):
+            weighs = row.weights[block, slot] > 0
+            right = anchor + slot < end and row.labels[block, slot] == row.input_ids[anchor + slot]
+            if weighs and not right:
+                raise ConfigError(
+                    f"block {block} of row {row.index} would learn token {int(row.labels[block, slot])} at slot "
+                    f"{slot}, which is not the token that follows its anchor there; please report this"
+                )

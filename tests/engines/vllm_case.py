@@ -1,0 +1,72 @@
+"""First half of the vLLM check, in Draftline's environment: prompts, and what an engine should make of them.
+
+    python -m tests.engines.vllm_case DRAFTER CASE.json --target builtin:tiny --prompts 16 --tokens 64
+
+Answers run on after stop tokens and one block past the end, because vLLM counts the drafts that it accepts in the
+last block before it cuts that block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftline.commands import load_pair
+from draftline.config import TargetConfig
+from draftline.decode import Decoded, decode
+from draftline.greedy import Limit
+from draftline.paths import builtin_prompts
+from draftline.prompts import load_prompts
+from draftline.target.load import resolve_path
+
+
+def steps_within(decoded: Decoded, num_tokens: int) -> list[int]:
+    """Accepted drafts of the steps that an engine takes until it has `num_tokens` tokens."""
+    accepted, written = [], 1
+    for kept in decoded.accepted:
+        if written >= num_tokens:
+            break
+        accepted.append(kept)
+        written += kept + 1
+    return accepted
+
+
+def per_position(accepted: Sequence[int], slots: int) -> list[int]:
+    """How often at least 1, 2, ... drafts were accepted."""
+    return [sum(kept >= slot for kept in accepted) for slot in range(1, slots + 1)]
+
+
+def main() -> None:
+    """Write the case file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("drafter", type=Path)
+    parser.add_argument("case", type=Path)
+    parser.add_argument("--target", default="builtin:tiny")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    arguments = parser.parse_args()
+
+    config = TargetConfig(path=arguments.target, dtype="float32")
+    target, drafter = load_pair(arguments.drafter, config)
+    size = drafter.spec.block_size
+    prompts = load_prompts(builtin_prompts(arguments.target), target.tokenizer, arguments.prompts)
+    limit = Limit(arguments.tokens + size)
+    decoded = [decode(target, drafter, prompt.input_ids, limit) for prompt in prompts]
+    steps = [kept for answer in decoded for kept in steps_within(answer, arguments.tokens)]
+    case = {
+        "target": resolve_path(config),
+        "drafter": str(arguments.drafter.resolve()),
+        "block_size": size,
+        "prompts": [list(prompt.input_ids) for prompt in prompts],
+        "answers": [list(answer.tokens[: arguments.tokens]) for answer in decoded],
+        "drafts": len(steps),
+        "accepted_per_position": per_position(steps, size - 1),
+    }
+    arguments.case.write_text(json.dumps(case), encoding="utf-8")
+    print(f"{case['drafts']} drafts, accepted per position {case['accepted_per_position']}")
+
+
+if __name__ == "__main__":
+    main()
