@@ -32,13 +32,11 @@ class HeldDisk(CheckpointFileSystem):
         super().write_tensors(path, tensors)
 
 
-def save_and_leave(
-    root: Path, state: Snapshot, figure: float | None = None, error: Exception | None = None
-) -> None:
+def save_and_leave(root: Path, state: Snapshot, error: Exception | None = None) -> None:
     """Start one save and leave the block at once, with `error` if given."""
     with checkpointer(root) as saver:
         saver.load_latest()
-        saver.save(state, figure)
+        saver.save(state)
         if error is not None:
             raise error
 
@@ -130,28 +128,37 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_stays_until_a_better_one_comes(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    figures = {10: 3.0, 20: 4.0, 30: 3.9, 40: None, 50: 3.5, 60: None}
     with checkpointer(root) as saver:
         saver.load_latest()
-        for step, figure in figures.items():
-            saver.save(snapshot(step), figure)
-    assert layout.steps_in(root) == [20, 50, 60]
+        for step, figure, is_best in [(10, 3.0, True), (20, 4.0, True), (30, 3.9, False), (40, 4.0, False)]:
+            saver.save(snapshot(step))
+            assert saver.mark_best(step, figure) is is_best
+    assert layout.steps_in(root) == [20, 30, 40]
     with checkpointer(root) as saver:
-        assert_is_step(saver.load_latest(), 60)
+        assert_is_step(saver.load_latest(), 40)
         assert saver.best == Best(step=20, figure=4.0)
-        saver.save(snapshot(70), 4.1)
-        saver.save(snapshot(80))
-        saver.save(snapshot(90))
-        saver.wait()
-        assert saver.best == Best(step=70, figure=4.1)
-    assert layout.steps_in(root) == [70, 80, 90]
+        saver.save(snapshot(50))
+        assert saver.mark_best(40, 4.1)
+        saver.save(snapshot(60))
+        saver.save(snapshot(70))
+    assert layout.steps_in(root) == [40, 60, 70]
+
+
+def test_a_checkpoint_that_was_retired_before_its_figure_came_is_not_marked(tmp_path: Path) -> None:
+    with checkpointer(tmp_path / "checkpoints") as saver:
+        saver.load_latest()
+        for step in (10, 20, 30):
+            saver.save(snapshot(step))
+        assert not saver.mark_best(10, 9.0)
+        assert saver.best is None
 
 
 def test_a_damaged_pointer_to_the_best_checkpoint_is_told_and_not_believed(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with checkpointer(root) as saver:
         saver.load_latest()
-        saver.save(snapshot(10), 3.0)
+        saver.save(snapshot(10))
+        saver.mark_best(10, 3.0)
     (root / "best.json").write_text((root / "best.json").read_text().replace("3.0", "9.0"))
     saver = checkpointer(root)
     loaded = saver.load_latest()
@@ -166,7 +173,8 @@ def test_a_pointer_to_a_checkpoint_that_was_quarantined_is_dropped(tmp_path: Pat
     with checkpointer(root) as saver:
         saver.load_latest()
         saver.save(snapshot(10))
-        saver.save(snapshot(20), 3.0)
+        saver.save(snapshot(20))
+        saver.mark_best(20, 3.0)
     (root / "step-000020" / "config.json").unlink()
     saver = checkpointer(root)
     assert_is_step(saver.load_latest(), 10)
@@ -212,8 +220,11 @@ def test_a_snapshot_that_cannot_be_written_is_refused_in_the_callers_thread(
 
 
 def test_a_figure_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        save_and_leave(tmp_path / "checkpoints", snapshot(10), figure=math.nan)
+    with checkpointer(tmp_path / "checkpoints") as saver:
+        saver.load_latest()
+        saver.save(snapshot(10))
+        with pytest.raises(ValueError, match="not finite"):
+            saver.mark_best(10, math.nan)
 
 
 def test_a_new_folder_has_nothing_to_resume(tmp_path: Path) -> None:

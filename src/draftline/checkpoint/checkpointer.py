@@ -74,57 +74,72 @@ class Checkpointer:
 
     @property
     def best(self) -> Best | None:
-        """The checkpoint with the highest figure among the finished writes."""
+        """The checkpoint that `mark_best` chose."""
         return self._best
 
-    def save(self, snapshot: Snapshot, figure: float | None = None) -> None:
+    def mark_best(self, step: int, figure: float) -> bool:
+        """Keep the checkpoint of `step` beyond retention if its evaluation figure is the highest so far.
+
+        Waits for the write in flight, which may be that checkpoint.
+
+        Args:
+            step: Optimizer steps of a saved checkpoint.
+            figure: Evaluation figure of that state, higher is better (mean acceptance length).
+
+        Returns:
+            Whether it is now the best one; False also when it has been retired meanwhile.
+
+        Raises:
+            ValueError: the figure is not finite.
+            StallError, DiskFullError, CheckpointError: as `wait`, or the disk refused.
+        """
+        if not math.isfinite(figure):
+            raise ValueError(f"evaluation figure {figure} of step {step} is not finite")
+        self.wait()
+        beaten = self._best is not None and figure <= self._best.figure
+        if beaten or step not in steps_in(self._root):
+            return False
+        best = Best(step=step, figure=figure)
+        with disk_failures_explained(self._root, f"marking step {step} as the best"):
+            write_best(self._fs, self._root, best)
+        self._best = best
+        return True
+
+    def save(self, snapshot: Snapshot) -> None:
         """Start writing a snapshot; returns when the previous write is done.
 
         Args:
             snapshot: State on the host; it must not change before `wait` or the next `save` returns.
-            figure: Evaluation figure of this state, higher is better. The best one is kept beyond retention.
 
         Raises:
             DiskFullError: less than twice the snapshot's size is free, or the previous write filled the disk.
             StallError: the previous write passed its deadline.
             CheckpointError: the previous write failed, or this step exists already.
-            ValueError, TypeError: the snapshot cannot be written (`Snapshot.require_writable`) or the figure
-                is not finite.
+            ValueError, TypeError: the snapshot cannot be written (`Snapshot.require_writable`).
         """
         assert self._ready, "load_latest() comes first: it clears what a kill left behind"
         self.wait()
         snapshot.require_writable()
-        if figure is not None and not math.isfinite(figure):
-            raise ValueError(f"evaluation figure {figure} of step {snapshot.step} is not finite")
         if any(step >= snapshot.step for step in steps_in(self._root)):
             raise CheckpointError(f"{self._root} already holds step {snapshot.step} or a later one")
         require_space(self._fs, self._root, snapshot.size)
-        self._start(snapshot, figure)
+        self._start(snapshot)
 
-    def _start(self, snapshot: Snapshot, figure: float | None) -> None:
+    def _start(self, snapshot: Snapshot) -> None:
         self._in_flight = snapshot.step
         self._deadline = time.monotonic() + self._write_timeout_s
         # A daemon: a disk that hangs must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot, figure), name="checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot, figure: float | None) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         try:
             with disk_failures_explained(self._root, f"writing the checkpoint of step {snapshot.step}"):
                 write_checkpoint(self._fs, self._root, snapshot, self._identity)
-                self._note_best(snapshot.step, figure)
                 faults.point("checkpoint", "retire", snapshot.step)
                 retire(self._fs, self._root, self._keep, self._best.step if self._best else None)
         except BaseException as error:  # noqa: BLE001 - raised again by every later call
             self._failure = error
-
-    def _note_best(self, step: int, figure: float | None) -> None:
-        if figure is not None and (self._best is None or figure > self._best.figure):
-            best = Best(step=step, figure=figure)
-            write_best(self._fs, self._root, best)
-            self._best = best
 
     def check(self) -> None:
         """Raise what a finished write failed with. Cheap: call it every step."""
