@@ -13,6 +13,7 @@ _HERE = Path(__file__).parent
 
 
 EmbeddedName = Literal["tiny", "hybrid"]
+EMBEDDED_NAMES: tuple[EmbeddedName, ...] = ("tiny", "hybrid")
 
 
 def embedded_path(name: EmbeddedName) -> Path:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from draftline.config import TargetConfig
-from draftline.embedded import EmbeddedName, embedded_path
+from draftline.embedded import EMBEDDED_NAMES, embedded_path
 from draftline.errors import CheckpointError, ConfigError
+from draftline.target.shards import check_shards
 
 BUILTIN = "builtin:"
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -51,7 +51,7 @@ def resolve_path(config: TargetConfig) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"target {folder} has no config.json; name a folder that transformers can load")
-        _check_shards(folder)
+        check_shards(folder)
         return str(folder)
     looks_local = folder.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") != 1
     if looks_local or folder.exists():
@@ -62,43 +62,12 @@ def resolve_path(config: TargetConfig) -> str:
 
 
 def _builtin_folder(name: str) -> Path:
-    if name not in get_args(EmbeddedName):
-        known = ", ".join(BUILTIN + known for known in get_args(EmbeddedName))
-        raise ConfigError(f"there is no builtin target {name!r}; there are {known}")
-    return embedded_path(name)
-
-
-def _check_shards(folder: Path) -> None:
-    """Find missing or cut weight files before any device work (the index is data from outside)."""
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    for name in sorted(names):
-        if Path(name).name != name:
-            raise CheckpointError(
-                f"{index} names the shard {name!r}; a shard must be a plain file name in {folder}"
-            )
-        _check_safetensors(folder / name)
-
-
-def _check_safetensors(path: Path) -> None:
-    """Compare a safetensors file's length with what its header promises."""
-    if not path.is_file():
-        raise CheckpointError(
-            f"target shard {path} is missing; download the target again (safetensors are needed)"
-        )
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if not 0 < header_size <= size - 8:
-            raise CheckpointError(f"target shard {path} is cut short in its header; download it again")
-        header = json.loads(file.read(header_size))
-    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    if size != 8 + header_size + end:
-        raise CheckpointError(
-            f"target shard {path} has {size} bytes, its header promises {8 + header_size + end}; download it again"
-        )
+    for known in EMBEDDED_NAMES:
+        if name == known:
+            return embedded_path(known)
+    raise ConfigError(
+        f"there is no builtin target {name!r}; there are {', '.join(BUILTIN + n for n in EMBEDDED_NAMES)}"
+    )
 
 
 def read_target_config(config: TargetConfig) -> PreTrainedConfig:
@@ -140,6 +109,11 @@ def resolve_dtype(requested: str, device: torch.device, checkpoint: torch.dtype 
     return checkpoint or torch.bfloat16
 
 
+def _torch_dtype(named: Any) -> torch.dtype | None:
+    """The type of a checkpoint's configuration, which may be its name."""
+    return getattr(torch, named) if isinstance(named, str) else named
+
+
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     """The target's tokenizer.
 
@@ -148,12 +122,18 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     """
     path = resolve_path(config)
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"target {config.path!r} has no usable tokenizer: {reason}") from None
+    # without files, transformers makes an empty tokenizer of the family and says nothing
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ConfigError(
+            f"target {config.path!r} has no tokenizer files; copy tokenizer.json and tokenizer_config.json into it"
+        )
+    return tokenizer
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
@@ -161,18 +141,35 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
 
     Raises:
         ConfigError: see `read_target_config`; or the head has a bias, which a drafter cannot share.
-        CheckpointError: a shard is missing or cut short.
+        CheckpointError: a shard is missing or cut short, or a weight is in none of them.
     """
     target_config = read_target_config(config)
     arguments: dict[str, Any] = {
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
         "use_safetensors": True,
-        "dtype": resolve_dtype(config.dtype, device, target_config.dtype),
+        "dtype": resolve_dtype(config.dtype, device, _torch_dtype(target_config.dtype)),
+        "ignore_mismatched_sizes": True,  # they are refused below, by name
+        "output_loading_info": True,
     }
-    model = AutoModelForCausalLM.from_pretrained(resolve_path(config), **arguments)
-    model = model.to(device).eval().requires_grad_(requires_grad=False)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_path(config), **arguments)
+    model, loading = loaded
+    _refuse_unset_weights(
+        config.path, [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
+    )
+    nn.Module.to(model, device)
+    model.eval().requires_grad_(requires_grad=False)
     return wrap_target(config.path, model, load_tokenizer(config))
+
+
+def _refuse_unset_weights(name: str, unset: list[str]) -> None:
+    """transformers fills weights that no file holds with random numbers and goes on with a warning."""
+    if unset:
+        some = ", ".join(sorted(unset)[:3]) + (", ..." if len(unset) > 3 else "")
+        raise CheckpointError(
+            f"target {name!r} lacks {len(unset)} weights that its config.json asks for, or has them in another "
+            f"shape ({some}); download it again, or correct config.json"
+        )
 
 
 def wrap_target(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Target:
@@ -181,14 +178,21 @@ def wrap_target(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     Raises:
         ConfigError: the head has a bias.
     """
-    embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Module) or getattr(head, "bias", None) is not None:
+    if head is None or getattr(head, "bias", None) is not None:
         raise ConfigError(
             f"target {name!r}: its output head is missing or has a bias, which drafters cannot share"
         )
-    scale = embedding.scalar_embed_scale if hasattr(embedding, "scalar_embed_scale") else 1.0
-    weight, head_weight = embedding.weight, head.weight
-    assert isinstance(weight, Tensor)
-    assert isinstance(head_weight, Tensor)
-    return Target(name, model, tokenizer, weight.detach(), float(scale), head_weight.detach())
+    scale: Any = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)  # Gemma's embedding only
+    embedding, head_weight = tables_of(model)
+    return Target(name, model, tokenizer, embedding, float(scale), head_weight)
+
+
+def tables_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Embedding and head [V, D] of a model; one tensor twice where they are tied."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, nn.Module)
+    assert isinstance(head, nn.Module)
+    assert isinstance(embedding.weight, Tensor)
+    assert isinstance(head.weight, Tensor)
+    return embedding.weight.detach(), head.weight.detach()
