@@ -135,6 +135,14 @@ def test_an_answer_without_any_end_of_turn_is_kept_and_noted():
     assert notes[Note.NO_END] == 1
 
 
+def test_a_truncated_answer_is_not_given_an_end_of_turn_that_the_target_did_not_write():
+    messages = (ASK, ANSWER, ASK_AGAIN, EIGHT)
+    (document,), notes = mark_answers(template(CHATML), Conversation(messages, truncated=True))
+    assert [document.text[slice(*span)] for span in document.spans] == ["Three." + END, "Eight."]
+    assert document.text.endswith("Eight.")
+    assert not notes[Note.NO_END]
+
+
 def test_an_answer_with_an_end_of_turn_token_inside_is_dropped():
     with pytest.raises(UnusableRow) as dropped:
         answers(template(CHATML), ASK, {"role": "assistant", "content": f"Three.{END} Four."})

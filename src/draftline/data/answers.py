@@ -92,8 +92,13 @@ def _mark_answer(
     start = len(turn.prompt)
     if not has_reasoning(turn.message) and (inserted := _EMPTY_THINK.match(turn.text, start)):
         start = inserted.end()
-    text = _cut_at_end_of_turn(template, conversation, turn, _end_of_message(turn.text, start, turn.message))
-    notes[Note.NO_END] += not text.endswith(template.end_strings)
+    said = _end_of_message(turn.text, start, turn.message)
+    if conversation.truncated and index == conversation.answers[-1]:
+        # The template ends every turn, but here the target had not come to the end.
+        text = turn.text[:said]
+    else:
+        text = _cut_at_end_of_turn(template, conversation, turn, said)
+        notes[Note.NO_END] += not text.endswith(template.end_strings)
     _refuse_stop_inside(template, text[start:])
     if turn.marks is not None:
         marks = _marks_in_whole(template, conversation, turn)
