@@ -75,6 +75,8 @@ def test_tasks_partition_the_steps(taught):
     assert sum(task.verify_steps for task in evaluation.tasks.values()) == evaluation.overall.verify_steps
     assert sum(task.tokens for task in evaluation.tasks.values()) == evaluation.overall.tokens
     assert evaluation.overall.tau > 1.2
+    assert evaluation.tau_by_drafts[-1] == evaluation.overall.tau
+    assert list(evaluation.tau_by_drafts) == sorted(evaluation.tau_by_drafts)
     assert json.loads(json.dumps(asdict(evaluation)))["overall"]["tau"] == evaluation.overall.tau
 
 

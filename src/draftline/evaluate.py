@@ -85,6 +85,8 @@ class Evaluation:
 
     overall: Acceptance
     tasks: dict[str, Acceptance]
+    tau_by_drafts: tuple[float, ...]
+    """tau if only the first 1, 2, ... B - 1 drafts of each block were verified: a shorter serving block."""
 
 
 def reference_answers(target: Target, prompts: Sequence[Prompt], limit: Limit) -> list[Reference]:
@@ -106,7 +108,8 @@ def evaluate(target: Target, drafter: Drafter, references: Sequence[Reference], 
     Raises:
         DataError: no answer is long enough to have a verify step.
     """
-    walks = [replay(target, drafter, reference) for reference in references]
+    runs = [leading_runs(target, drafter, reference) for reference in references]
+    walks = [walk(answer) for answer in runs]
     slots = drafter.spec.block_size - 1
     tasks: dict[str, list[Walk]] = {}
     for steps, reference in zip(walks, references, strict=True):
@@ -118,27 +121,38 @@ def evaluate(target: Target, drafter: Drafter, references: Sequence[Reference], 
             for name, members in sorted(tasks.items())
             if any(steps.produced for steps in members)
         },
+        tau_by_drafts=tuple(_tau_with_drafts(runs, most) for most in range(1, slots + 1)),
     )
 
 
-@torch.inference_mode()
+def _tau_with_drafts(runs: Sequence[Sequence[int]], most: int) -> float:
+    walks = [walk([min(run, most) for run in answer]) for answer in runs]
+    return sum(sum(steps.produced) for steps in walks) / sum(len(steps.produced) for steps in walks)
+
+
 def replay(target: Target, drafter: Drafter, reference: Reference) -> Walk:
     """The verify steps that speculative decoding would take for one answer."""
+    return walk(leading_runs(target, drafter, reference))
+
+
+@torch.inference_mode()
+def leading_runs(target: Target, drafter: Drafter, reference: Reference) -> list[int]:
+    """How many drafts would be right at each answer token but the last, were it an anchor."""
     prompt, answer = reference.prompt.input_ids, reference.answer
     if len(answer) < 2:
-        return Walk((), ())
+        return []
     text = torch.tensor([*prompt, *answer], device=target.device)
     # The last token is never an anchor and the one before it never a context, yet its row must exist.
     taps = CachedTarget(target, drafter.spec.target_layer_ids).feed(text[:-1], num_logits=1).taps
     block = BlockDrafter(drafter, target.embedding, target.head, len(text) - 1)
     block.observe(taps)
     anchors = torch.arange(len(prompt), len(text) - 1, device=target.device)
-    runs = [_leading_runs(block, text, chunk) for chunk in anchors.split(BLOCKS_AT_ONCE)]
-    return walk(torch.cat(runs).tolist())
+    runs = [_runs_at(block, text, chunk) for chunk in anchors.split(BLOCKS_AT_ONCE)]
+    return torch.cat(runs).tolist()
 
 
-def _leading_runs(block: BlockDrafter, text: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """Leading drafts that equal the text, at each anchor, int64 [A]; the end of the text ends a run."""
+def _runs_at(block: BlockDrafter, text: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """Leading drafts that equal the text at each anchor, int64 [A]; the end of the text ends a run."""
     drafts = block.logits_at(text, anchors).argmax(dim=-1)  # [A, B-1]
     places = anchors[:, None] + torch.arange(1, drafts.shape[1] + 1, device=anchors.device)
     inside = places < len(text)

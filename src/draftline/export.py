@@ -24,7 +24,9 @@ from draftline.errors import CheckpointError, ConfigError
 from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
 from draftline.importing import CONFIG, MODEL, load_drafter, match_tensors
 from draftline.published import ARCHITECTURE
+from draftline.speculators import Verifier, speculators_config_json
 
+CARD = "README.md"
 PROOF_CONTEXT = 40
 """Context tokens of the block that an export is proved on."""
 PROOF_TOLERANCE = 1e-5
@@ -100,22 +102,46 @@ def serving_tensors(spec: DrafterSpec, weights: Mapping[str, Tensor]) -> dict[st
     return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in matched.items()}
 
 
-def export_drafter(spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path) -> Path:
-    """Write and prove a drafter's folder; `out` appears whole or not at all.
+def export_drafter(
+    spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path, card: str | None = None
+) -> Path:
+    """Write and prove a drafter's folder as z-lab's code, SGLang and vLLM load it.
 
-    An older drafter at `out` is replaced; a folder that holds anything else is refused.
+    `out` appears whole or not at all. An older drafter there is replaced; a folder that holds anything else is
+    refused.
+
+    Args:
+        card: text of its README, see `card.model_card`.
 
     Raises:
         ConfigError: `out` exists and is not a drafter's folder.
         CheckpointError: the weights do not fit the spec, or the folder does not read back as written.
         DiskFullError: there is no room.
     """
+    return _export(spec, weights, out, config_json(spec), card)
+
+
+def export_speculators(
+    spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path, verifier: Verifier, card: str | None = None
+) -> Path:
+    """Like `export_drafter`, in the speculators library's format, from which vLLM serves drafter and target.
+
+    Raises:
+        ConfigError: as above, or the format cannot express this drafter.
+        CheckpointError, DiskFullError: as above.
+    """
+    return _export(spec, weights, out, speculators_config_json(spec, verifier), card)
+
+
+def _export(
+    spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path, config: str, card: str | None
+) -> Path:
     _refuse_other_folder(out)
     tensors = serving_tensors(spec, weights)
     temporary = out.with_name(TEMPORARY + out.name)
     with disk_failures_explained(out.parent, "exporting the drafter"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        _write(temporary, config_json(spec), tensors)
+        _write(temporary, tensors, {CONFIG: config} if card is None else {CONFIG: config, CARD: card})
         prove_export(spec, tensors, temporary)
         _put_in_place(temporary, out)
     return out
@@ -124,7 +150,7 @@ def export_drafter(spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path) 
 def _refuse_other_folder(out: Path) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    known = {CONFIG, MODEL, "README.md"}
+    known = {CONFIG, MODEL, CARD}
     if not out.is_dir() or not (out / CONFIG).is_file() or {path.name for path in out.iterdir()} - known:
         raise ConfigError(
             f"{out} exists and holds something other than an exported drafter; choose another folder"
@@ -141,14 +167,15 @@ def _put_in_place(temporary: Path, out: Path) -> None:
         remove_tree(fs, old)
 
 
-def _write(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
     fs = FileSystem()
     if folder.exists():
         remove_tree(fs, folder)
     fs.make_folder(folder)
-    fs.write_bytes(folder / CONFIG, config.encode())
     save_file(tensors, folder / MODEL, metadata={"format": "pt"})
-    for name in (CONFIG, MODEL):
+    for name, text in texts.items():
+        fs.write_bytes(folder / name, text.encode())
+    for name in (MODEL, *texts):
         fs.sync_file(folder / name)
     fs.sync_folder(folder)
 
@@ -159,7 +186,7 @@ def prove_export(spec: DrafterSpec, tensors: Mapping[str, Tensor], folder: Path)
     Raises:
         CheckpointError: any of them differs.
     """
-    read_spec, reloaded = load_drafter(folder)
+    read_spec, reloaded = load_drafter(folder, spec.num_target_layers)
     differing = [
         f"{name} {getattr(spec, name)!r} became {getattr(read_spec, name)!r}"
         for name in type(spec).model_fields

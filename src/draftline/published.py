@@ -153,7 +153,7 @@ def _from_speculators(config: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source} has a reduced vocabulary (draft_vocab_size={pruned} of {vocabulary}); this version "
             "reads drafters with the target's whole vocabulary"
         )
-    sliding = "sliding_attention" in (layer.get("layer_types") or [])
+    both_ways = bool(config.get("sliding_window_non_causal"))  # full layers are so in any case
     return {
         **layer,
         "architectures": [ARCHITECTURE],
@@ -163,7 +163,7 @@ def _from_speculators(config: dict[str, Any], source: str) -> dict[str, Any]:
             "block_size": config.get("block_size"),
             "mask_token_id": config.get("mask_token_id"),
             "target_layer_ids": [index - 1 for index in ids],
-            **({"causal": not config.get("sliding_window_non_causal", False)} if sliding else {}),
+            **({"causal": False} if both_ways else {}),
         },
     }
 

@@ -1,0 +1,83 @@
+"""The README of an exported drafter: what it is for, what was measured, and the exact lines that serve it."""
+
+from __future__ import annotations
+
+from draftline.config import DrafterSpec
+from draftline.evaluate import Comparison, Evaluation
+
+
+def serve_lines(spec: DrafterSpec, target: str, drafter: str) -> dict[str, str]:
+    """Command line of each engine, with the block size that was trained.
+
+    Args:
+        target: path or hub name of the target.
+        drafter: path or hub name of the exported drafter.
+    """
+    vllm = f'{{"method": "dflash", "model": "{drafter}", "num_speculative_tokens": {spec.block_size - 1}}}'
+    return {
+        "SGLang": (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+            f"--speculative-draft-model-path {drafter} --speculative-num-draft-tokens {spec.block_size}"
+        ),
+        "vLLM": f"vllm serve {target} --speculative-config '{vllm}' --attention-backend flash_attn",
+        "Draftline": f'draftline generate {drafter} --target {target} "Your prompt"',
+    }
+
+
+def model_card(
+    spec: DrafterSpec,
+    target: str,
+    drafter: str,
+    evaluation: Evaluation | None = None,
+    compared: Comparison | None = None,
+) -> str:
+    """Markdown with front matter as model hubs read it.
+
+    Args:
+        drafter: name that the serve lines should use for this folder.
+        evaluation: acceptance on held-out prompts, when it was measured.
+        compared: real decoding with and without the drafter, when it was measured.
+    """
+    lines = serve_lines(spec, target, drafter)
+    parts = [
+        f"---\nbase_model: {target}\nlibrary_name: transformers\ntags: [dflash, speculative-decoding]\n---",
+        f"# DFlash drafter for {target}",
+        f"It drafts blocks of {spec.block_size} tokens (one known, {spec.block_size - 1} drafted) from the "
+        f"hidden states of target layers {list(spec.target_layer_ids)} (0-based; a state is a layer's output). "
+        "The target checks every draft, so its output does not change. It works with this target only.",
+        _acceptance(evaluation) if evaluation else "Acceptance was not measured.",
+        _speed(compared) if compared else "",
+        "## Serving",
+        f"Serve at the trained block size, {spec.block_size}; other sizes accept less, down to nothing.",
+        *(f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()),
+        "Trained and exported by Draftline.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _acceptance(evaluation: Evaluation) -> str:
+    overall = evaluation.overall
+    rows = [("all", overall), *evaluation.tasks.items()]
+    table = "\n".join(
+        f"| {name} | {found.tau:.2f} | {found.tau_low:.2f} to {found.tau_high:.2f} | {found.tau_macro:.2f} | "
+        f"{found.prompts} | {found.verify_steps} |"
+        for name, found in rows
+    )
+    shares = ", ".join(f"{share:.2f}" for share in overall.accept_pos)
+    return (
+        "## Acceptance\n\n"
+        "Greedy, on held-out prompts. tau counts tokens per verification step, the target's own included, "
+        "pooled, the last block cut.\n\n"
+        "| prompts | tau | 95 % interval | mean of per-prompt tau | count | verify steps |\n"
+        "|---|---|---|---|---|---|\n"
+        f"{table}\n\n"
+        f"Share of steps that kept at least 1, 2, ... drafts: {shares}."
+    )
+
+
+def _speed(compared: Comparison) -> str:
+    return (
+        f"Measured with Draftline's own decoder, one request at a time: {compared.plain_tokens_per_s:.1f} tokens/s "
+        f"without and {compared.speculative_tokens_per_s:.1f} with the drafter ({compared.speedup:.2f}x); "
+        f"{compared.identical} of {compared.prompts} answers equal plain greedy decoding."
+    )

@@ -1,0 +1,101 @@
+"""`config.json` in the format of the speculators library (0.9); the tensors are those of z-lab's layout.
+
+Embedding and head belong to the verifier and are not stored, as the library itself stores drafters with the
+target's whole vocabulary. Its class defaults (a vocabulary of 32000, blocks of 8) make every key necessary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from draftline.config import DrafterSpec
+from draftline.errors import ConfigError
+
+VERSION = "0.9.0"
+"""Version of the library whose format this is."""
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The target, as the format names it."""
+
+    name_or_path: str
+    architectures: tuple[str, ...]
+
+
+def speculators_config_json(spec: DrafterSpec, verifier: Verifier) -> str:
+    """The configuration file of a drafter.
+
+    Raises:
+        ConfigError: causality or embedding scale that the format has no key for.
+    """
+    _refuse_inexpressible(spec)
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "model_type": "speculator_model",
+        "speculators_model_type": "dflash",
+        "speculators_version": VERSION,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "block_size": spec.block_size,
+        "mask_token_id": spec.mask_token_id,
+        # The library counts the embedding as layer 0.
+        "aux_hidden_state_layer_ids": [index + 1 for index in spec.target_layer_ids],
+        "draft_vocab_size": spec.vocab_size,
+        "target_hidden_size": spec.hidden_size,
+        "sliding_window_non_causal": spec.is_causal is False and "sliding_attention" in spec.layer_types,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _layer_config(spec),
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": spec.block_size - 1}],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": verifier.name_or_path,
+                "architectures": list(verifier.architectures),
+            },
+        },
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _layer_config(spec: DrafterSpec) -> dict[str, Any]:
+    sliding = "sliding_attention" in spec.layer_types
+    return {
+        "model_type": "qwen3",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "layer_types": list(spec.layer_types),
+        "use_sliding_window": sliding,
+        "sliding_window": spec.sliding_window if sliding else None,
+        "max_window_layers": spec.num_layers,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": False,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_id,
+        "pad_token_id": spec.pad_token_id,
+    }
+
+
+def _refuse_inexpressible(spec: DrafterSpec) -> None:
+    causal_full = any(
+        spec.causal_in_block(layer) and spec.window_of(layer) is None for layer in range(spec.num_layers)
+    )
+    if causal_full or spec.input_embedding_scale != 1.0:
+        what = "full layers that are causal" if causal_full else "a scaled input embedding"
+        raise ConfigError(f"the speculators format has no key for {what}; export in z-lab's format instead")
