@@ -68,7 +68,7 @@ def test_no_test_prompt_and_no_test_answer_occurs_in_training() -> None:
 
 def test_a_sample_depends_on_its_seed_index_and_split_alone() -> None:
     assert sample(5, 8, "train") == sample(5, 8, "train")
-    assert len({sample(seed, index, "train") for seed in (0, 1) for index in range(0, 200, 10)}) == 40
+    assert len({sample(seed, index, "train") for seed in (0, 1) for index in range(8, 200, 10)}) == 40
     assert sample(5, 8, "train") != sample(5, 8, "test")
 
 
