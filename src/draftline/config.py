@@ -86,7 +86,7 @@ class DrafterConfig(Frozen):
     """Tokens in a block: one anchor and block_size - 1 drafts. """
     num_taps: int = Field(default=5, ge=1)
     """Target layers that are read, spread by the published rule, unless `target_layer_ids` is given."""
-    target_layer_ids: tuple[int, ...] | None = None
+    target_layer_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
     """0-based target layers whose outputs are read; negative ids count from the last layer."""
     mask_token_id: int | None = None
     """Embedding row that stands for a token to be drafted; none takes the tokenizer's mask token or a

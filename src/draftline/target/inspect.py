@@ -35,7 +35,9 @@ def resolve_target_layer_ids(wanted: DrafterConfig, num_target_layers: int) -> t
     resolved = tuple(i + num_target_layers if i < 0 else i for i in ids)
     outside = [i for i, r in zip(ids, resolved, strict=True) if not 0 <= r < num_target_layers]
     if outside:
-        raise ConfigError(f"tap {outside[0]} is outside the target's layers 0..{num_target_layers - 1}")
+        raise ConfigError(
+            f"tap {outside[0]} is outside the target's layers 0..{num_target_layers - 1}; name layers that it has"
+        )
     if len(set(resolved)) != len(resolved):
         fix = "name each layer once" if given else f"use fewer drafter.num_taps (now {wanted.num_taps})"
         raise ConfigError(
@@ -44,38 +46,47 @@ def resolve_target_layer_ids(wanted: DrafterConfig, num_target_layers: int) -> t
     return resolved
 
 
-def resolve_mask_token_id(wanted: int | None, tokenizer: PreTrainedTokenizerBase, head_rows: int) -> int:
+def resolve_mask_token_id(
+    wanted: int | None, tokenizer: PreTrainedTokenizerBase, head_rows: int, stops: tuple[int, ...]
+) -> int:
     """Embedding row that stands for a token to be drafted; the target must never write it.
 
     Order: the one given, the tokenizer's mask token, the first row beyond the tokenizer (padded head).
 
+    Args:
+        head_rows: rows of the target's output head, V.
+        stops: tokens that end an answer, see `stop_token_ids`.
+
     Raises:
         ConfigError: none can be found, or the one given is outside the head, ends text, pads, or is text.
     """
-    length = len(tokenizer)
-    mask = wanted if wanted is not None else tokenizer.mask_token_id
-    if mask is None and head_rows > length:
-        return length
+    own: Any = tokenizer.mask_token_id
+    mask = wanted if wanted is not None else own
+    spare = 1 + max(tokenizer.get_vocab().values())  # not its length: ids may have gaps
+    if mask is None and head_rows > spare:
+        return spare
     if mask is None:
         raise ConfigError(
-            f"the target has no mask token and no spare embedding row ({head_rows} rows, {length} tokens); set "
-            "drafter.mask_token_id to a special token that the target never writes"
+            f"the target has no mask token and no spare embedding row ({head_rows} rows, token ids up to "
+            f"{spare - 1}); set drafter.mask_token_id to a special token that the target never writes"
         )
-    _refuse_unsafe_mask(int(mask), tokenizer, head_rows)
+    _refuse_unsafe_mask(int(mask), tokenizer, head_rows, stops)
     return int(mask)
 
 
-def _refuse_unsafe_mask(mask: int, tokenizer: PreTrainedTokenizerBase, head_rows: int) -> None:
+def _refuse_unsafe_mask(
+    mask: int, tokenizer: PreTrainedTokenizerBase, head_rows: int, stops: tuple[int, ...]
+) -> None:
     if not 0 <= mask < head_rows:
         raise ConfigError(f"mask_token_id={mask} is outside the target's {head_rows} embedding rows")
-    if mask in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+    if mask in (*stops, tokenizer.pad_token_id):
         raise ConfigError(
             f"mask_token_id={mask} is the target's end-of-text or padding token; choose a reserved token that is "
             "neither"
         )
     added = tokenizer.added_tokens_decoder
     special = mask in tokenizer.all_special_ids or (mask in added and added[mask].special)
-    if mask < len(tokenizer) and not special:
+    if mask in tokenizer.get_vocab().values() and not special:
         token = tokenizer.convert_ids_to_tokens(mask)
         raise ConfigError(
             f"mask_token_id={mask} is the ordinary token {token!r}, which the target may write; choose a special token"
@@ -118,15 +129,17 @@ def resolve_spec(
         rope_theta=_rope_theta(text),
         max_position_embeddings=_field(text, "max_position_embeddings", 32768),
         block_size=wanted.block_size,
-        mask_token_id=resolve_mask_token_id(wanted.mask_token_id, tokenizer, head_rows),
+        mask_token_id=resolve_mask_token_id(
+            wanted.mask_token_id, tokenizer, head_rows, stop_token_ids(text.eos_token_id, tokenizer)
+        ),
         target_layer_ids=resolve_target_layer_ids(wanted, text.num_hidden_layers),
         num_target_layers=text.num_hidden_layers,
         layer_types=tuple(layer_types),
         sliding_window=wanted.sliding_window if "sliding_attention" in layer_types else None,
         input_embedding_scale=scale,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=_single(tokenizer.bos_token_id),
+        eos_token_id=_single(tokenizer.eos_token_id),
+        pad_token_id=_single(tokenizer.pad_token_id),
     )
 
 
@@ -155,6 +168,10 @@ def _field(config: PreTrainedConfig, name: str, default: Any) -> Any:
     """A foreign configuration's attribute; families differ in which they have."""
     value = getattr(config, name, None)
     return default if value is None else value
+
+
+def _single(token: Any) -> int | None:
+    return token if isinstance(token, int) else None
 
 
 def stop_token_ids(model_eos: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
