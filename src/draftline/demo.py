@@ -22,12 +22,15 @@ from draftline.commands import answer_limit, load_pair
 from draftline.config import RunConfig
 from draftline.console import Screen
 from draftline.decode import decode_events
+from draftline.drafter.model import Drafter
 from draftline.evaluate import Comparison, Evaluation, Prompt, compare
+from draftline.greedy import Limit
 from draftline.paths import builtin_prompts
 from draftline.pipeline.plan import available_devices
 from draftline.prompts import load_prompts
 from draftline.render import LEGEND, styled_steps
 from draftline.run import Trained, train
+from draftline.target.load import Target
 
 NUM_COMPARED = 24
 """Unseen prompts decoded for real, with and without the drafter."""
@@ -56,24 +59,27 @@ def run_demo(target: Literal["tiny", "smollm2"], output: Path, command: Sequence
     """
     config = demo_config(target, output)
     trained = train(config, Screen(), command)
-    pair = load_pair(trained.drafter, config.target)
+    target_model, drafter = load_pair(trained.drafter, config.target)
     assert config.data.eval_path is not None
-    prompts = load_prompts(builtin_prompts(config.data.eval_path), pair[0].tokenizer, NUM_COMPARED)
-    limit = answer_limit(pair[0], config.evaluation.max_new_tokens)
-    compared = compare(*pair, prompts, limit)
+    prompts = load_prompts(builtin_prompts(config.data.eval_path), target_model.tokenizer, NUM_COMPARED)
+    limit = answer_limit(target_model, config.evaluation.max_new_tokens)
+    compared = compare(target_model, drafter, prompts, limit)
     console = Console(highlight=False)
-    _show_answers(console, pair, prompts[:: max(1, len(prompts) // NUM_SHOWN)][:NUM_SHOWN], limit)
+    _show_answers(
+        console, target_model, drafter, prompts[:: max(1, len(prompts) // NUM_SHOWN)][:NUM_SHOWN], limit
+    )
     console.print(_summary(trained, compared))
     console.print(f"The drafter lies in {trained.drafter}", soft_wrap=True)
     return _figures(trained, compared)
 
 
-def _show_answers(console: Console, pair: Any, prompts: Sequence[Prompt], limit: Any) -> None:
+def _show_answers(
+    console: Console, target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit
+) -> None:
     console.print(LEGEND)
-    target, _ = pair
     for prompt in prompts:
         console.print(f"[dim]{target.tokenizer.decode(list(prompt.input_ids))}[/dim]", end="", soft_wrap=True)
-        for text in styled_steps(decode_events(*pair, prompt.input_ids, limit), target.tokenizer):
+        for text in styled_steps(decode_events(target, drafter, prompt.input_ids, limit), target.tokenizer):
             console.print(text, end="", soft_wrap=True)
         console.print()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftline.data.rows import Row
 from draftline.data.tables import BlockTables
+from draftline.events import DeviceEvent
 
 ALIGNMENT = 16
 """Bytes; where each tensor starts in the buffer."""
@@ -43,7 +44,7 @@ class DeviceRow:
         self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
         on_cuda = device.type == "cuda"
         self._stages = [torch.zeros(total, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(NUM_STAGES)]
-        self._sent: list[torch.cuda.Event | None] = [None] * NUM_STAGES
+        self._sent: list[DeviceEvent | None] = [None] * NUM_STAGES
         self._turn = 0
         views = self._views(self._buffer, example)
         self.input_ids, self.positions, self.document_ids = (

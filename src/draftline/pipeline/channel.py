@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from draftline.data.rows import Row
+from draftline.events import DeviceEvent
 from draftline.pipeline.supervise import Abort
 
 
@@ -21,9 +21,9 @@ class Slot:
     """Room for one row's taps on the drafter's device, and what tells the streams when it may be touched."""
 
     taps: Tensor  # [tokens, K * D]
-    written: torch.cuda.Event | None = None
+    written: DeviceEvent | None = None
     """Recorded by the producer's stream; the drafter's stream waits for it."""
-    consumed: torch.cuda.Event | None = None
+    consumed: DeviceEvent | None = None
     """Recorded by the drafter's stream; the next producer's stream waits for it."""
 
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftline.target.load import Target
+from draftline.target.load import Target, tables_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Replicas:
         """The whole target on `device`; workers there share its weights."""
         with self._lock:
             if device not in self._models:
-                self._models[device] = copy.deepcopy(self._target.model).to(device)
+                self._models[device] = copy.deepcopy(self._target.model)
+                nn.Module.to(self._models[device], device)
                 self._settle(device)
             return self._models[device]
 
@@ -66,10 +67,7 @@ class Replicas:
         with self._lock:
             if device in self._models:
                 model = self._models[device]
-                embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-                assert isinstance(embedding, Tensor)
-                assert isinstance(head, Tensor)
-                self._tables[device] = embedding.detach(), head.detach()
+                self._tables[device] = tables_of(model)
             elif device not in self._tables:
                 embedding = self._target.embedding.to(device)
                 tied = self._target.head.data_ptr() == self._target.embedding.data_ptr()

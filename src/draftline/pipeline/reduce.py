@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftline.events import DeviceEvent
 from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.pipeline.supervise import Abort
 
@@ -23,8 +24,8 @@ class Meeting:
         self._size, self._abort, self._seconds = size, abort, seconds
         self._condition = abort.condition()
         self._round = 0
-        self._events: list[torch.cuda.Event | None] = []
-        self._handed: list[torch.cuda.Event | None] = []
+        self._events: list[DeviceEvent | None] = []
+        self._handed: list[DeviceEvent | None] = []
 
     def meet(self, device: torch.device, what: str) -> None:
         """Return when everyone is here; this thread's stream then waits for all work queued before.

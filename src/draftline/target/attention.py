@@ -60,7 +60,7 @@ def attach(model: nn.Module, packing: Packing) -> None:
     """Give every attention module of one worker's model that worker's packing."""
     for module in model.modules():
         if hasattr(module, "num_key_value_groups") or module.__class__.__name__.endswith("Attention"):
-            module.draftline_packing = packing  # pyright: ignore[reportAttributeAccessIssue]
+            object.__setattr__(module, "draftline_packing", packing)
 
 
 def packed_attention(
@@ -118,7 +118,7 @@ def _varlen(
 
 
 @cache
-def _grouped_heads() -> dict[str, bool]:
+def _grouped_heads() -> dict[str, Any]:
     """torch 2.11 takes grouped heads as they are; later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - CUDA builds only
 

@@ -8,6 +8,7 @@ taps in the row equal a plain forward of that document alone, within the roundin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ def _alone(model: PreTrainedModel, taps: tuple[int, ...], documents: list[Tensor
     return states
 
 
-def _keep(seen: dict[int, Tensor], tap: int, output: Tensor | tuple[Tensor, ...]) -> None:
+def _keep(seen: dict[int, Tensor], tap: int, output: Any) -> None:
     seen[tap] = output[0] if isinstance(output, tuple) else output
 
 

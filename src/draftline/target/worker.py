@@ -13,6 +13,7 @@ from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.data.feed import RowFeed
 from draftline.data.rows import Row
+from draftline.events import DeviceEvent
 from draftline.pipeline.channel import Channel
 from draftline.pipeline.schedule import Schedule
 from draftline.pipeline.supervise import Abort
@@ -72,11 +73,11 @@ class _Sender:
     def __init__(self, taps: Tensor) -> None:
         self._taps, self._device = taps, taps.device
         self._stages = [torch.empty_like(taps) for _ in range(NUM_STAGES)]
-        self._sent: list[torch.cuda.Event | None] = [None] * NUM_STAGES
+        self._sent: list[DeviceEvent | None] = [None] * NUM_STAGES
         self._stream = torch.cuda.Stream(self._device)
         self._turn = 0
 
-    def send(self, out: Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event:
+    def send(self, out: Tensor, free: DeviceEvent | None) -> DeviceEvent:
         """Copy the taps to `out` on another device once `free` has passed; returns the event of arrival."""
         compute = torch.cuda.current_stream(self._device)
         stage, sent = self._stages[self._turn], self._sent[self._turn]
