@@ -30,7 +30,7 @@ class LocalModel:
         self.template = ChatTemplate(tokenizer, TemplateOptions())
         """The tokenizer's own chat template."""
         self.sampling = sampling
-        self._seed = seed
+        self.seed = seed
         self.stop_ids = _stop_ids(model, tokenizer)
         """Tokens that end an answer."""
         self.limit: int = model.config.get_text_config().max_position_embeddings
@@ -49,7 +49,7 @@ class LocalModel:
         real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         device = self._model.device
         with torch.inference_mode(), torch.random.fork_rng(_devices(device)):
-            torch.manual_seed(self._seed + number)
+            torch.manual_seed(self.seed + number)
             generate: Any = self._model.generate
             made = generate(
                 ids.to(device),
@@ -63,8 +63,12 @@ class LocalModel:
 
     def text(self, ids: list[int]) -> str:
         """What the ids say, without the token that ended them."""
-        said = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        said = ids[:-1] if self.ended(ids) else ids
         return str(self.tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def ended(self, ids: list[int]) -> bool:
+        """Whether the model came to an end by itself."""
+        return bool(ids) and ids[-1] in self.stop_ids
 
     def _to_stop(self, ids: list[int]) -> list[int]:
         end = next((place for place, token in enumerate(ids) if token in self.stop_ids), len(ids) - 1)
@@ -124,10 +128,9 @@ class LocalWriter:
     def _answer(self, batch: list[tuple[Dialogue, list[int]]]) -> Iterator[tuple[Dialogue, bool]]:
         made = self._model.continue_batch([prompt for _, prompt in batch], next(self._numbers))
         for (dialogue, prompt), ids in zip(batch, made, strict=True):
-            ended = ids[-1] in self._model.stop_ids
             answer = Answer(
                 content=self._model.text(ids),
-                finish_reason="stop" if ended else "length",
+                finish_reason="stop" if self._model.ended(ids) else "length",
                 prompt_ids=tuple(prompt),
                 completion_ids=tuple(ids),
             )

@@ -99,13 +99,20 @@ class Server:
             body["return_token_ids"] = True
         return parse_completion(self._call("/chat/completions", body))
 
-    def complete(self, text: str, max_tokens: int, seed: int) -> tuple[str, str]:
-        """The continuation of a raw text, and why it ended.
+    def complete(self, text: str, seed: int, stop: str | None) -> tuple[str, str]:
+        """The continuation of a raw text (the server adds its beginning-of-text token), and why it ended.
 
         Raises:
             RequestFailedError: the server refused it, or its reply is not a completion.
         """
-        body = {"model": self.model, "prompt": text, "max_tokens": max_tokens, "seed": seed}
+        body = {
+            "model": self.model,
+            "prompt": text,
+            "max_tokens": self._sampling.max_new_tokens,
+            "seed": seed,
+        }
+        if stop is not None:
+            body["stop"] = [stop]
         reply = self._call("/completions", body | self._sampling.fields() | self._options.extra)
         try:
             choice = reply["choices"][0]
