@@ -15,7 +15,8 @@ import gzip
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from embedded_models import build_hybrid, build_tiny, build_tokenizer
 from embedded_training import RECIPES, generate_corpus, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftline.embedded.grammar import TASKS, sample, task_at
+from draftline.embedded import DEMO_TASKS
+from draftline.embedded.grammar import TASKS, Split, sample, task_at
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1] / "src" / "draftline" / "embedded"
 DATA_SEED, TEST_SEED = 2, 3
@@ -102,11 +104,36 @@ def add_flat_rope_theta(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def make_data(out: Path, device: torch.device, conversations: int, prompts: int) -> None:
-    """Write the target's own answers to training prompts, and test prompts without answers."""
+def make_data(out: Path, device: torch.device) -> None:
+    """Write the target's own answers to training prompts, and test prompts without answers: of all tasks, and
+    of the few that the demo learns in a minute."""
     model = AutoModelForCausalLM.from_pretrained(out / "tiny", dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out / "tiny")
-    asked = list(dict.fromkeys(sample(DATA_SEED, index, "train")[0] for index in range(conversations)))
+    everything = tuple(task.name for task in TASKS)
+    for prefix, tasks, num_drawn, num_held_out in (
+        ("", everything, 2_000, 200),
+        ("demo_", DEMO_TASKS, 1_800, 60),
+    ):
+        drawn = islice(prompts(DATA_SEED, "train", tasks), num_drawn)
+        asked = list(dict.fromkeys(prompt for prompt, _ in drawn))
+        write_conversations(out / f"{prefix}conversations.jsonl.gz", model, tokenizer, asked)
+        held_out = islice(prompts(TEST_SEED, "test", tasks), num_held_out)
+        lines = "".join(
+            json.dumps({"messages": [turn("user", p)], "task": task}) + "\n" for p, task in held_out
+        )
+        (out / f"{prefix}test_prompts.jsonl").write_text(lines, encoding="utf-8")
+
+
+def prompts(seed: int, split: Split, tasks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Endless prompts of the given tasks, each with its task's name."""
+    for index in count():
+        name = task_at(index).name
+        if name in tasks:
+            yield sample(seed, index, split)[0], name
+
+
+def write_conversations(path: Path, model: Any, tokenizer: Any, asked: list[str]) -> None:
+    """Ask the target and keep the answers that ended and tokenise back to the ids it wrote."""
     kept, dropped = [], Counter()
     for prompt, ids in zip(asked, greedy_answers(model, tokenizer, asked), strict=True):
         text = tokenizer.decode(ids[:-1])
@@ -116,13 +143,10 @@ def make_data(out: Path, device: torch.device, conversations: int, prompts: int)
             dropped["does not tokenise back to the same ids"] += 1
         else:
             kept.append({"messages": [turn("user", prompt), turn("assistant", text)]})
-    print(f"{len(kept)} conversations kept; dropped: {dict(dropped)}")
+    print(f"{path.name}: {len(kept)} conversations kept; dropped: {dict(dropped)}")
     lines = "".join(json.dumps(conversation, ensure_ascii=False) + "\n" for conversation in kept)
     # mtime=0: the same conversations give the same bytes.
-    (out / "conversations.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
-    held_out = [(sample(TEST_SEED, index, "test")[0], task_at(index).name) for index in range(prompts)]
-    lines = "".join(json.dumps({"messages": [turn("user", p)], "task": task}) + "\n" for p, task in held_out)
-    (out / "test_prompts.jsonl").write_text(lines, encoding="utf-8")
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -142,7 +166,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if arguments.what == "data":
-        make_data(arguments.out, device, conversations=2_000, prompts=200)
+        make_data(arguments.out, device)
     else:
         make_target(arguments.what, arguments.out, device, arguments.seconds)
 

@@ -142,7 +142,7 @@ def evaluate(
     drafter
         Exported drafter, checkpoint or run folder.
     prompts
-        Chat JSONL; the last answer of each record is left out. `builtin:tiny` are the demo's.
+        Chat JSONL; the last answer of each record is left out. `builtin:all` and `builtin:demo` come with Draftline.
     target
         The model that the drafter was trained for.
     dtype

@@ -30,9 +30,10 @@ from draftline.pipeline.plan import available_devices
 from draftline.prompts import load_prompts
 from draftline.render import LEGEND, styled_steps
 from draftline.run import Trained, train
+from draftline.smollm2_demo import with_own_answers
 from draftline.target.load import Target
 
-NUM_COMPARED = 24
+NUM_COMPARED = {"tiny": 24, "smollm2": 4}
 """Unseen prompts decoded for real, with and without the drafter."""
 NUM_SHOWN = 2
 """Answers shown in colour."""
@@ -58,10 +59,14 @@ def run_demo(target: Literal["tiny", "smollm2"], output: Path, command: Sequence
         DraftlineError: see errors.py.
     """
     config = demo_config(target, output)
+    if target == "smollm2":
+        config = with_own_answers(config, output.parent / f"{output.name}-smollm2", Screen())
     trained = train(config, Screen(), command)
     target_model, drafter = load_pair(trained.drafter, config.target)
     assert config.data.eval_path is not None
-    prompts = load_prompts(builtin_prompts(config.data.eval_path), target_model.tokenizer, NUM_COMPARED)
+    prompts = load_prompts(
+        builtin_prompts(config.data.eval_path), target_model.tokenizer, NUM_COMPARED[target]
+    )
     limit = answer_limit(target_model, config.evaluation.max_new_tokens)
     compared = compare(target_model, drafter, prompts, limit)
     console = Console(highlight=False)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.config import DrafterSpec
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions
@@ -168,11 +168,11 @@ def _put_in_place(temporary: Path, out: Path) -> None:
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
-    fs = FileSystem()
+    fs = CheckpointFileSystem()
     if folder.exists():
         remove_tree(fs, folder)
     fs.make_folder(folder)
-    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    fs.write_tensors(folder / MODEL, tensors)
     for name, text in texts.items():
         fs.write_bytes(folder / name, text.encode())
     for name in (MODEL, *texts):

@@ -34,7 +34,7 @@ from draftline.pipeline.engine import Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, TrainingState, join_shards
 from draftline.prompts import load_prompts
-from draftline.result import RunResult, write_result
+from draftline.result import RESULT, RunResult, write_result
 from draftline.setup import Prepared, prepare_job
 from draftline.signals import StopOnSignal
 
@@ -52,7 +52,8 @@ class Trained:
     drafter: Path
     """The exported drafter, in serving layout."""
     steps: int
-    loss: float
+    loss: float | None
+    """Of the last step, nats."""
     seconds: float
     """Of the training loop in this process."""
     tokens_per_s: float
@@ -69,6 +70,7 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
     """
     run_id = uuid.uuid4().hex[:8]
     with RunFolder(config.output, run_id):
+        (config.output / RESULT).unlink(missing_ok=True)  # of the run before
         try:
             prepared = prepare_job(config, screen)
             with StopOnSignal() as stop:
@@ -116,7 +118,7 @@ class _Session:
         self._progress = Progress(started=time.monotonic())
         self._shards: dict[int, list[ShardState]] = {}
         self._state: TrainingState | None = None
-        self._loss = float("nan")
+        self._loss: float | None = None
         self._evaluator = self._build_evaluator()
 
     def run(self) -> Trained:
@@ -164,7 +166,7 @@ class _Session:
         self._progress.blocks = int(loaded.meta["blocks"])
         state = dict(loaded.tensors[STATE_FILE])
         self._state = TrainingState(loaded.step, state)
-        self._loss = float(loaded.meta["loss"])
+        self._loss = loaded.meta["loss"]
         schedule = replace(self._job.schedule, first_step=loaded.step)
         return replace(self._job, schedule=schedule, resumed=state)
 
@@ -217,6 +219,7 @@ class _Session:
 
     def _report_evaluations(self, log: MetricsLog) -> None:
         for measured in self._evaluator.finished() if self._evaluator else ():
+            self._checkpointer.mark_best(measured.step, measured.evaluation.overall.tau)
             log.write(self._progress, {"eval/step": measured.step, **eval_metrics(measured.evaluation)})
             self._screen.say(f"step {measured.step}: tau {_tau(measured.evaluation)}")
 

@@ -25,14 +25,18 @@ def embedded_path(name: EmbeddedName) -> Path:
     return _HERE / name
 
 
-def train_conversations() -> Path:
-    """Chat JSONL (gzip) of training prompts with `tiny`'s own greedy answers."""
-    return _HERE / "conversations.jsonl.gz"
+DEMO_TASKS = ("add", "json", "letter")
+"""Tasks of the demo's own data, three of ten: what a drafter can learn in a minute on two cores."""
 
 
-def test_prompts() -> Path:
+def train_conversations(*, demo: bool = False) -> Path:
+    """Chat JSONL (gzip) of training prompts with `tiny`'s own greedy answers, of all tasks or of the demo's."""
+    return _HERE / ("demo_conversations.jsonl.gz" if demo else "conversations.jsonl.gz")
+
+
+def test_prompts(*, demo: bool = False) -> Path:
     """Chat JSONL of prompts that no training conversation contains, each with the name of its task."""
-    return _HERE / "test_prompts.jsonl"
+    return _HERE / ("demo_test_prompts.jsonl" if demo else "test_prompts.jsonl")
 
 
 # pytest would collect this function wherever a test module imports it.

@@ -50,13 +50,10 @@ class Worker:
                 losses[i].copy_(step.replay())
             return [losses, *(p.detach().clone() for p in trainer.layers.parameters())]
 
-    def replay_long(self) -> float:
-        """Milliseconds a replay, with the host waiting only at the end."""
-        start = time.perf_counter()
+    def replay_long(self) -> None:
+        """Many replays, with no wait of the host."""
         for _ in range(NUM_REPLAYS):
             self.step.replay()
-        self.trainer.synchronize()
-        return (time.perf_counter() - start) / NUM_REPLAYS * 1e3
 
 
 class Phases:
@@ -68,12 +65,17 @@ class Phases:
         self.sealed: Seal | None = None
         self.all_captured = threading.Barrier(num_workers, action=self._seal)
         self.all_compared = threading.Barrier(num_workers, action=self._measure)
+        self.all_launched = threading.Barrier(num_workers, action=self._allow_waiting)
         self.all_replayed = threading.Barrier(num_workers, action=self._measure)
 
     def _seal(self) -> None:
         self.sealed = seal()
         if self.used:
             torch.cuda.set_sync_debug_mode("error")
+
+    def _allow_waiting(self) -> None:
+        if self.used:
+            torch.cuda.set_sync_debug_mode("default")
 
     def _measure(self) -> None:
         self.memory += [
@@ -98,10 +100,12 @@ def work(name: str, device: torch.device, phases: Phases, timeout_s: float) -> d
     phases.all_captured.wait(timeout_s)
     seen = worker.compared_steps(worker.trainer, worker.step)
     phases.all_compared.wait(timeout_s)
-    replay_ms = worker.replay_long()
+    start = time.perf_counter()
+    worker.replay_long()
+    phases.all_launched.wait(timeout_s)
+    worker.trainer.synchronize()
+    replay_ms = (time.perf_counter() - start) / NUM_REPLAYS * 1e3
     phases.all_replayed.wait(timeout_s)
-    if phases.used:
-        torch.cuda.set_sync_debug_mode("default")
     different = [
         i for i, pair in enumerate(zip(worker.expected, seen, strict=True)) if not torch.equal(*pair)
     ]
