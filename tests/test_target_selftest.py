@@ -1,0 +1,105 @@
+"""Every target is tested on itself: packed when that is exact, batched when only that is, else refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from draftline.errors import ConfigError
+from draftline.target.forward import decoder_layers, share_weights
+from draftline.target.selftest import choose_form
+from tests.target_families import BATCHED, GATED_DELTA, PACKED, SHAPE, model
+
+TAPS = (1, 3, 4)
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_a_target_whose_layers_all_attend_runs_packed(family: str):
+    choice = choose_form(model(family), TAPS)
+    assert choice.form == "packed"
+    assert choice.reason.startswith("isolated to the bit; distance to documents alone ")
+
+
+@pytest.mark.parametrize("family", BATCHED)
+def test_a_target_that_packed_rows_cannot_express_runs_batched(family: str):
+    assert choose_form(model(family), TAPS).form == "batched"
+
+
+def test_a_hybrid_runs_batched_because_its_recurrent_layers_leak():
+    reason = choose_form(model("hybrid"), TAPS).reason
+    assert "packed, a document moves by" in reason
+    assert "batched, the distance to documents alone is" in reason
+
+
+def test_taps_decide_what_runs():
+    """What comes after the last tap is cut away and cannot leak."""
+    layers = ["full_attention", "full_attention", *["linear_attention"] * 4]
+    config = Qwen3_5TextConfig(**SHAPE, **{**GATED_DELTA, "layer_types": layers})
+    target = Qwen3_5ForCausalLM(config).eval().requires_grad_(requires_grad=False)
+    assert choose_form(target, (0, 1)).form == "packed"
+    assert choose_form(target, (0, 2)).form == "batched"
+
+
+def with_a_last_word(target: PreTrainedModel, change: Any) -> PreTrainedModel:
+    """The target with `change` laid over the output of its second layer."""
+    own = share_weights(target)
+
+    def hook(_module: Any, _inputs: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    decoder_layers(own)[2][1].register_forward_hook(hook)
+    return own
+
+
+def sees_the_whole_batch(states: Tensor) -> Tensor:
+    return states + states.mean(dim=(0, 1), keepdim=True)
+
+
+def sees_the_next_token(states: Tensor) -> Tensor:
+    return states + states.roll(-1, dims=1)
+
+
+def sees_one_token_back_even_across_documents(states: Tensor) -> Tensor:
+    """As a short convolution does: exact alone and in a batch, a leak in a packed row."""
+    return states + torch.nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
+
+
+@pytest.mark.parametrize("leak", [sees_the_whole_batch, sees_the_next_token])
+def test_a_target_that_is_not_the_same_alone_and_among_others_is_refused_with_the_figures(leak: Any):
+    with pytest.raises(
+        ConfigError, match=r"does not give a document the same taps .*packed.*batched.*allowed"
+    ):
+        choose_form(with_a_last_word(model("qwen3"), leak), TAPS)
+
+
+def test_a_leak_of_one_token_is_enough_to_leave_the_packed_form():
+    choice = choose_form(with_a_last_word(model("qwen3"), sees_one_token_back_even_across_documents), TAPS)
+    assert choice.form == "batched"
+
+
+def test_a_leak_of_the_last_bit_is_seen():
+    def whisper(states: Tensor) -> Tensor:
+        return states + 1e-6 * states.mean(dim=(0, 1), keepdim=True)
+
+    with pytest.raises(ConfigError, match="a document moves"):
+        choose_form(with_a_last_word(model("qwen3"), whisper), TAPS)
+
+
+def test_half_precision_rounds_but_does_not_leak():
+    half = copy.deepcopy(model("llama")).bfloat16()
+    choice = choose_form(half, TAPS)
+    assert choice.form == "packed"
+    assert float(choice.reason.split()[-1]) > 1e-5
+
+
+def test_the_test_leaves_the_target_as_it_was():
+    layers = decoder_layers(model("qwen3"))[2]
+    before, hooks = model("qwen3").config.to_dict(), [len(layer._forward_hooks) for layer in layers]
+    choose_form(model("qwen3"), TAPS)
+    assert model("qwen3").config.to_dict() == before
+    assert [len(layer._forward_hooks) for layer in layers] == hooks
