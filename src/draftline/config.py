@@ -7,6 +7,7 @@ follows from the target has been filled in; it is what a checkpoint's `config.js
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -37,7 +38,7 @@ class TargetConfig(Frozen):
 
     @model_validator(mode="after")
     def _remote_code_is_pinned(self) -> Self:
-        pinned = self.revision is not None and len(self.revision) == 40
+        pinned = self.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision)
         if self.trust_remote_code and not pinned:
             raise ValueError(
                 f"trust_remote_code runs code from {self.path}; set target.revision to the 40-digit commit "
@@ -152,9 +153,9 @@ class PlacementConfig(Frozen):
     mode: Literal["auto", "split", "colocated"] = "auto"
     """split: different workers feed each other; colocated: each device does both in turn; auto: colocated
     with one device, split otherwise."""
-    targets: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Device of each target worker, such as ["cuda:0", "cuda:0", "cuda:1"]; a device may be named twice."""
-    drafters: tuple[str, ...] | None = None
+    drafters: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Device of each drafter worker."""
     channel_slots: int = Field(default=3, ge=1)
     """Rows that may wait in front of each drafter."""

@@ -12,14 +12,16 @@ from draftline.config import PlacementConfig
 from draftline.drafter.step import Backend
 from draftline.errors import ConfigError
 
+Devices = tuple[torch.device, ...]
+
 
 @dataclass(frozen=True)
 class Plan:
     """Placement of a run's workers. In a colocated plan target i and drafter i are one worker."""
 
     mode: Literal["split", "colocated"]
-    targets: tuple[torch.device, ...]
-    drafters: tuple[torch.device, ...]
+    targets: Devices
+    drafters: Devices
     backend: Backend
     drafter_dtype: torch.dtype
     channel_slots: int
@@ -43,13 +45,13 @@ class Plan:
         ]
 
 
-def _names(devices: tuple[torch.device, ...]) -> str:
+def _names(devices: Devices) -> str:
     return ", ".join(
         f"{devices.count(d)} x {d}" if devices.count(d) > 1 else str(d) for d in dict.fromkeys(devices)
     )
 
 
-def available_devices() -> tuple[torch.device, ...]:
+def available_devices() -> Devices:
     """All CUDA devices, or the CPU."""
     count = torch.cuda.device_count()
     return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
@@ -78,13 +80,13 @@ def make_plan(config: PlacementConfig) -> Plan:
     )
 
 
-def _num_workers(mode: str, targets: tuple[torch.device, ...], drafters: tuple[torch.device, ...]) -> int:
+def _num_workers(mode: str, targets: Devices, drafters: Devices) -> int:
     return len(drafters) + (len(targets) if mode == "split" else 0)
 
 
 def _place(
     config: PlacementConfig,
-) -> tuple[Literal["split", "colocated"], tuple[torch.device, ...], tuple[torch.device, ...]]:
+) -> tuple[Literal["split", "colocated"], Devices, Devices]:
     named = (
         [_parse(name) for name in (config.targets or ())],
         [_parse(name) for name in (config.drafters or ())],
@@ -104,13 +106,16 @@ def _place(
                 "placement.drafters differ; name one of them, or use mode: split"
             )
         return mode, both, both
-    if not targets or not drafters:
-        if len(everything) == 1:
-            targets, drafters = targets or everything, drafters or everything
-        else:
-            half = len(everything) // 2
-            targets, drafters = targets or everything[:-half], drafters or everything[-half:]
-    return mode, targets, drafters
+    return mode, *_split(targets, drafters, everything)
+
+
+def _split(targets: Devices, drafters: Devices, everything: Devices) -> tuple[Devices, Devices]:
+    """Devices of both sides: as named; a side that is not named takes what the other leaves."""
+    half = len(everything) // 2
+    if not targets and not drafters and half:
+        return everything[:-half], everything[-half:]
+    free = tuple(device for device in everything if device not in targets + drafters) or everything
+    return targets or free, drafters or free
 
 
 def _parse(name: str) -> torch.device:
