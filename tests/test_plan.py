@@ -115,13 +115,13 @@ def test_cpu_and_gpu_do_not_mix(machine):
 
 def test_flex_on_a_cpu_is_refused(machine):
     machine(0)
-    with pytest.raises(ConfigError, match="flex cannot train on a CPU .*attention: sdpa or auto"):
+    with pytest.raises(ConfigError, match=r"flex cannot train on a CPU .*attention: sdpa or auto"):
         plan(attention="flex")
 
 
 def test_dense_attention_on_a_gpu_is_refused(machine):
     machine(1)
-    with pytest.raises(ConfigError, match="sdpa is the CPU's backend: .*attention: flex or auto"):
+    with pytest.raises(ConfigError, match=r"sdpa is the CPU's backend: .*attention: flex or auto"):
         plan(attention="sdpa")
 
 
