@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftline.embedded import embedded_path, test_prompts, train_conversations
+from draftline.embedded import embedded_path, train_conversations, unseen_prompts
 from draftline.embedded.grammar import TASKS, sample, task_at
 from draftline.embedded.prompts import NUM_HELD_OUT_TOPICS, TOPICS, held_out_prompts, training_prompts
 
@@ -176,7 +176,7 @@ def test_the_conversations_are_many_and_small() -> None:
 
 
 def test_no_conversation_contains_a_test_prompt_or_a_test_answer() -> None:
-    lines = [json.loads(line) for line in test_prompts().read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in unseen_prompts().read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 200
     assert {line["task"] for line in lines} == {task.name for task in TASKS}
     asked = {chat[0]["content"] for chat in conversations()}

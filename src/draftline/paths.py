@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftline.embedded import test_prompts, train_conversations
+from draftline.embedded import unseen_prompts, train_conversations
 from draftline.errors import ConfigError
 from draftline.target.load import BUILTIN
 
@@ -32,7 +32,7 @@ def builtin_prompts(path: str) -> str:
     Raises:
         ConfigError: a builtin name that does not exist.
     """
-    return str(test_prompts(demo=_is_demo(path))) if path.startswith(BUILTIN) else path
+    return str(unseen_prompts(demo=_is_demo(path))) if path.startswith(BUILTIN) else path
 
 
 def _is_demo(path: str) -> bool:

@@ -34,10 +34,6 @@ def train_conversations(*, demo: bool = False) -> Path:
     return _HERE / ("demo_conversations.jsonl.gz" if demo else "conversations.jsonl.gz")
 
 
-def test_prompts(*, demo: bool = False) -> Path:
+def unseen_prompts(*, demo: bool = False) -> Path:
     """Chat JSONL of prompts that no training conversation contains, each with the name of its task."""
     return _HERE / ("demo_test_prompts.jsonl" if demo else "test_prompts.jsonl")
-
-
-# pytest would collect this function wherever a test module imports it.
-test_prompts.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,0 +1,186 @@
+"""The commands as a user types them, on the builtin target: one short run, then everything that reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftline.cli import parse_run
+from draftline.console import Screen
+from draftline.demo import demo_config
+from draftline.errors import ConfigError, DataError
+from draftline.run import train
+
+SETTINGS = (
+    "--target.path=builtin:tiny",
+    "--data.path=builtin:demo",
+    "--data.eval-path=builtin:demo",
+    "--data.max-length=256",
+    "--rows.token-budget=256",
+    "--rows.block-budget=32",
+    "--drafter.num-layers=1",
+    "--drafter.block-size=8",
+    "--drafter.num-taps=2",
+    "--drafter.intermediate-size=64",
+    "--optim.rows-per-step=2",
+    "--placement.mode=split",
+    "--placement.targets=cpu",
+    "--placement.drafters=cpu",
+    "--placement.drafters=cpu",
+    "--evaluation.num-prompts=3",
+    "--evaluation.max-new-tokens=20",
+    "--checkpoint.every=4",
+)
+
+
+def draftline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    code = "from draftline.cli import main; main()"
+    source = str(Path(__file__).parents[1] / "src")
+    environment = {**os.environ, "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    done = draftline("train", *SETTINGS, "--optim.steps=6", "--output=run", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["steps"] == 6
+    assert outcome["before"]["overall"]["tau"] >= 1
+    return folder / "run"
+
+
+def test_a_run_leaves_a_drafter_checkpoints_metrics_and_a_result(run: Path):
+    assert {path.name for path in (run / "drafter").iterdir()} >= {"config.json", "model.safetensors"}
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["progress/step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((run / "result.json").read_text())["exit_code"] == 0
+
+
+def test_the_same_command_again_has_nothing_left_to_do(run: Path):
+    again = draftline("train", *SETTINGS, "--optim.steps=6", "--output=run", "--json", cwd=run.parent)
+    assert again.returncode == 0, again.stderr
+    assert "resuming after step 6" in again.stderr
+
+
+def test_a_run_with_other_settings_does_not_resume_it(run: Path):
+    other = draftline("train", *SETTINGS, "--optim.steps=6", "--optim.lr=1e-4", "--output=run", cwd=run.parent)
+    assert other.returncode == 2
+    assert "optim.lr" in other.stderr
+
+
+def test_evaluate_reports_replay_and_real_decoding(run: Path):
+    flags = ("--target=builtin:tiny", "--num-prompts=3", "--max-new-tokens=20", "--compare=2", "--json")
+    done = draftline("evaluate", str(run), "builtin:demo", *flags, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert measured["tau"] >= 1
+    assert measured["decoding"]["identical"] == measured["decoding"]["prompts"] == 2
+
+
+def test_generate_writes_what_the_target_would_write(run: Path):
+    arguments = ("generate", str(run), "What is 12 + 5?", "--target=builtin:tiny", "--json")
+    done = draftline(*arguments, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    assert "17" in json.loads(done.stdout)["text"]
+
+
+def test_generate_shows_drafted_and_rejected_tokens(run: Path):
+    done = draftline("generate", str(run), "What is 12 + 5?", "--target=builtin:tiny", cwd=run.parent)
+    assert "rejected drafts" in done.stdout
+    assert "tau" in done.stdout
+
+
+def test_export_of_a_checkpoint_equals_the_run_s_drafter(run: Path):
+    out = run.parent / "exported"
+    done = draftline("export", str(run / "checkpoints" / "step-000006"), str(out), "--json", cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    assert (out / "model.safetensors").read_bytes() == (run / "drafter" / "model.safetensors").read_bytes()
+
+
+def test_a_drafter_for_another_target_is_refused_with_the_difference(run: Path):
+    done = draftline("evaluate", str(run), "builtin:demo", "--target=builtin:hybrid", cwd=run.parent)
+    assert done.returncode != 0
+    assert "draftline:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prepare_accounts_for_every_row(run: Path, tmp_path: Path):
+    source = tmp_path / "chats.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+        {"messages": [{"role": "user", "content": "Nobody answers"}]},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = draftline("prepare", str(source), "store", "--target=builtin:tiny", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["rows"] == 2
+    assert report["kept"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--optim.lrr=1e-4", "Did you mean --optim.lr"),
+        ("--rows.token-budget=100", "use 128"),
+        ("--rows.block-budget=5", "use rows.block_budget=16"),
+        ("--optim.epochs=3", "exactly one"),
+        ("--target.trust-remote-code", "40-digit"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_with_the_fix(flag: str, words: str):
+    with pytest.raises(ConfigError) as refused:
+        parse_run([*SETTINGS, "--optim.steps=6", "--output=run", flag])
+    assert words in str(refused.value)
+
+
+def test_a_mistyped_key_in_the_file_gets_the_nearest_name(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("target: {path: builtin:tiny}\ndata: {path: x}\noutput: o\noptim: {steps: 1, lrr: 2}\n")
+    with pytest.raises(ConfigError, match="Did you mean"):
+        parse_run([str(file)])
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        parse_run(["nowhere.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--target.path=/nowhere/model", "not a folder"),
+        ("--target.path=builtin:huge", "builtin:tiny"),
+        ("--data.path=/nowhere.jsonl", "neither a file"),
+        ("--drafter.mask-token-id=2", "end-of-text"),
+        ("--drafter.target-layer-ids=99", "outside"),
+        ("--placement.targets=cuda:7", "CUDA devices"),
+        ("--placement.attention=flex", "CPU"),
+        ("--optim.rows-per-step=3", "multiple of 2 drafters"),
+    ],
+)
+def test_a_run_that_cannot_work_is_refused_in_a_sentence(tmp_path: Path, flag: str, words: str):
+    out = tmp_path / "run"
+    with pytest.raises((ConfigError, DataError)) as refused:
+        train(parse_run([*SETTINGS, "--optim.steps=6", f"--output={out}", flag]), Screen(quiet=True))
+    assert words in str(refused.value)
+    result = json.loads((out / "result.json").read_text())
+    assert result["exit_code"] == refused.value.exit_code
+    assert not (out / "checkpoints").exists()
+
+
+def test_both_demos_have_a_recipe_that_is_valid():
+    for name in ("tiny", "smollm2"):
+        config = demo_config(name, Path("somewhere"))
+        assert len(config.placement.targets or ()) == len(config.placement.drafters or ()) == 2
