@@ -1,6 +1,6 @@
 """First half of the vLLM check, in Draftline's environment: prompts, and what an engine should make of them.
 
-    python -m tests.engines.vllm_case DRAFTER CASE.json --target builtin:tiny --prompts 16 --tokens 64
+    python -m tests.engines.vllm_case DRAFTER CASE.json --target builtin:tiny --prompts builtin:all
 
 Answers run on after stop tokens and one block past the end, because vLLM counts the drafts that it accepts in the
 last block before it cuts that block.
@@ -44,14 +44,15 @@ def main() -> None:
     parser.add_argument("drafter", type=Path)
     parser.add_argument("case", type=Path)
     parser.add_argument("--target", default="builtin:tiny")
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", default="builtin:all")
+    parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     arguments = parser.parse_args()
 
     config = TargetConfig(path=arguments.target, dtype="float32")
     target, drafter = load_pair(arguments.drafter, config)
     size = drafter.spec.block_size
-    prompts = load_prompts(builtin_prompts(arguments.target), target.tokenizer, arguments.prompts)
+    prompts = load_prompts(builtin_prompts(arguments.prompts), target.tokenizer, arguments.count)
     limit = Limit(arguments.tokens + size)
     decoded = [decode(target, drafter, prompt.input_ids, limit) for prompt in prompts]
     steps = [kept for answer in decoded for kept in steps_within(answer, arguments.tokens)]
