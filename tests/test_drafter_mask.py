@@ -12,7 +12,7 @@ WINDOWS = [(None, False), (None, True), (6, True), (6, False)]
 
 
 def literal_rule(row, block_size, window, causal):
-    """dflash.md 2.3 one pair at a time, in plain Python."""
+    """The rule of mask.py one pair at a time, in plain Python."""
     num_context, num_queries = len(row.positions), len(row.anchors) * block_size
     mask = torch.zeros(num_queries, num_context + num_queries, dtype=torch.bool)
     for query in range(num_queries):

@@ -1,6 +1,6 @@
 """The drafter: a short Qwen3-style stack over block tokens that reads the target's tapped hidden states.
 
-Parameter names and shapes are those of z-lab's published drafters (dflash.md 5.2), so a state dict is a
+Parameter names and shapes are those of z-lab's published drafters (docs/serving.md), so a state dict is a
 servable file. The token embedding and the head are the target's and are not part of the module.
 
 `Drafter` is a backbone. Parts that other drafters of the family add have their places: convolutions wrap
