@@ -74,7 +74,9 @@ def test_the_same_command_again_has_nothing_left_to_do(run: Path):
 
 
 def test_a_run_with_other_settings_does_not_resume_it(run: Path):
-    other = draftline("train", *SETTINGS, "--optim.steps=6", "--optim.lr=1e-4", "--output=run", cwd=run.parent)
+    other = draftline(
+        "train", *SETTINGS, "--optim.steps=6", "--optim.lr=1e-4", "--output=run", cwd=run.parent
+    )
     assert other.returncode == 2
     assert "optim.lr" in other.stderr
 

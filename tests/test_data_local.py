@@ -29,7 +29,7 @@ from draftline.data.synthesize import (
 )
 from draftline.data.template import ChatTemplate, TemplateOptions
 from draftline.embedded import embedded_path
-from draftline.embedded import test_prompts as embedded_test_prompts
+from draftline.embedded import unseen_prompts as embedded_test_prompts
 from draftline.errors import DataError
 from tests.data_server import Chat, serving
 from tests.data_tokenizer import CHATML, ENDED_BY_NEXT, make_tokenizer

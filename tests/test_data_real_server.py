@@ -29,7 +29,7 @@ from draftline.data.sampling import Sampling
 from draftline.data.server import Server, ServerOptions, ServerWriter
 from draftline.data.store import open_store
 from draftline.embedded import embedded_path
-from draftline.embedded import test_prompts as embedded_test_prompts
+from draftline.embedded import unseen_prompts as embedded_test_prompts
 from draftline.errors import ServerError
 
 for needed in ("fastapi", "uvicorn", "openai"):

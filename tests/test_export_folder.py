@@ -75,6 +75,16 @@ def test_the_weights_file_is_bf16_and_marked_for_pytorch(tmp_path):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
+def test_weights_that_are_views_of_one_buffer_are_written_apart(tmp_path):
+    drafter = random_drafter(tiny_spec(), dtype=torch.bfloat16)
+    weights = dict(drafter.state_dict())
+    weights["hidden_norm.weight"] = weights["norm.weight"]
+
+    _, again = load_drafter(export_drafter(drafter.spec, weights, tmp_path / "drafter"))
+
+    assert torch.equal(again.hidden_norm.weight, again.norm.weight)
+
+
 def test_both_spellings_of_rope_theta_are_there_and_transformers_reads_one(tmp_path):
     drafter = bf16_drafter(rope_theta=5e6)
     folder = export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter")

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -258,12 +259,8 @@ def test_the_drafters_frequencies_are_the_targets(where: str):
 
 
 def test_the_language_part_of_a_multimodal_target_is_what_counts():
-    class Multimodal(PreTrainedConfig):
-        def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
-            return Qwen3Config(**SHAPE, **base(5e6))
-
-    spec = spec_of(Multimodal())
-    assert (spec.hidden_size, spec.rope_theta) == (32, 5e6)
+    spec = spec_of(Gemma3Config(text_config=Gemma3TextConfig(**SHAPE, rms_norm_eps=1e-4)))
+    assert (spec.hidden_size, spec.num_target_layers, spec.rms_norm_eps) == (32, 6, 1e-4)
 
 
 BAD_LAYERS = {

@@ -99,7 +99,11 @@ def serving_tensors(spec: DrafterSpec, weights: Mapping[str, Tensor]) -> dict[st
         CheckpointError: a tensor is missing, unused or of another shape; all are listed.
     """
     matched = match_tensors(spec, weights, "the weights to export")
-    return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in matched.items()}
+    # Copies: a trainer's weights are views of one buffer, and the file format refuses shared memory.
+    return {
+        name: tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+        for name, tensor in matched.items()
+    }
 
 
 def export_drafter(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftline.embedded import unseen_prompts, train_conversations
+from draftline.embedded import train_conversations, unseen_prompts
 from draftline.errors import ConfigError
 from draftline.target.load import BUILTIN
 

