@@ -1,6 +1,6 @@
 """Second half of the vLLM check, in an environment with vLLM: serve the drafter and compare with the case file.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python tests/engines/vllm_serve.py CASE.json
+    python tests/engines/vllm_serve.py CASE.json
 
 Exit code 1 unless the engine writes the same tokens with and without the drafter, both equal to Draftline's, and
 accepts as many drafts at every position.
@@ -9,9 +9,12 @@ accepts as many drafts at every position.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the counters live in the engine's own process
 
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm import __version__ as version  # pyright: ignore[reportMissingImports]
