@@ -186,7 +186,7 @@ def _encoded_chunks(
                 "a preparing process died (out of memory?); use fewer (workers=...), or one to see why"
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _in_order(

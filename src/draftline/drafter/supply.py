@@ -56,7 +56,9 @@ class ChannelSupply:
 class LocalSupply:
     """Colocated placement: this worker runs the target itself, in turn with the drafter."""
 
-    def __init__(self, feed: RowFeed, forward: TappedForward, step: Step[Tensor], device_row: DeviceRow) -> None:
+    def __init__(
+        self, feed: RowFeed, forward: TappedForward, step: Step[Tensor], device_row: DeviceRow
+    ) -> None:
         self._feed, self._forward, self._step, self._device_row = feed, forward, step, device_row
         self.wait_s = 0.0
 
