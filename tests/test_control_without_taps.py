@@ -83,5 +83,5 @@ def test_a_drafter_trained_without_taps_stays_near_an_acceptance_of_one(tmp_path
     seeing, blind = last_steps(job(target, store)), last_steps(job(blinded(target), store))
     drafts = [mean([step.accept_anchor_mean for step in steps]) - 1 for steps in (seeing, blind)]
     assert drafts[0] > 1.2
-    assert drafts[1] < 0.6  # what the anchor's token alone gives away: its text has set phrases
+    assert drafts[1] < 0.8  # what the anchor's token alone gives away: its text has set phrases
     assert mean([step.loss for step in blind]) > 1.5 * mean([step.loss for step in seeing])
