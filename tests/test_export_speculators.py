@@ -16,7 +16,7 @@ from tests.oracles.tiny import FULL, MIXED, random_drafter, tiny_spec
 VERIFIER = Verifier("owner/model", ("Qwen3ForCausalLM",))
 LAYOUTS = [
     {"layer_types": FULL},
-    {"layer_types": MIXED, "sliding_window": 6},
+    {"layer_types": ("sliding_attention",) * 3, "sliding_window": 6},
     {"layer_types": MIXED, "sliding_window": 6, "is_causal": False},
 ]
 
@@ -41,12 +41,21 @@ def test_no_key_is_left_to_the_librarys_defaults():
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
     assert config["sample_from_anchor"] is False
+    assert "model_type" not in config
+
+
+@pytest.mark.parametrize(("layout", "causal"), list(zip(LAYOUTS, [False, True, False], strict=True)), ids=str)
+def test_causality_is_written_in_both_places_that_vllm_reads(layout, causal):
+    config = json.loads(speculators_config_json(tiny_spec(**layout), VERIFIER))
+    assert config["transformer_layer_config"]["is_causal"] is causal
+    assert config["sliding_window_non_causal"] is not causal
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"is_causal": True}, "full layers that are causal"),
+        ({"layer_types": MIXED, "sliding_window": 6}, "layers that differ in causality"),
         ({"input_embedding_scale": 8.0}, "scaled input embedding"),
     ],
 )

@@ -2,6 +2,7 @@
 
 Embedding and head belong to the verifier and are not stored, as the library itself stores drafters with the
 target's whole vocabulary. Its class defaults (a vocabulary of 32000, blocks of 8) make every key necessary.
+There is no `model_type`: vLLM recognises the format by its absence.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ def speculators_config_json(spec: DrafterSpec, verifier: Verifier) -> str:
     _refuse_inexpressible(spec)
     config = {
         "architectures": ["DFlashSpeculator"],
-        "model_type": "speculator_model",
         "speculators_model_type": "dflash",
         "speculators_version": VERSION,
         "dtype": "bfloat16",
@@ -45,7 +45,8 @@ def speculators_config_json(spec: DrafterSpec, verifier: Verifier) -> str:
         "aux_hidden_state_layer_ids": [index + 1 for index in spec.target_layer_ids],
         "draft_vocab_size": spec.vocab_size,
         "target_hidden_size": spec.hidden_size,
-        "sliding_window_non_causal": spec.is_causal is False and "sliding_attention" in spec.layer_types,
+        # The library means sliding layers by this; vLLM 0.32 takes its opposite for the causality of all layers.
+        "sliding_window_non_causal": not _causal(spec),
         "sample_from_anchor": False,
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(spec),
@@ -78,6 +79,7 @@ def _layer_config(spec: DrafterSpec) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "layer_types": list(spec.layer_types),
+        "is_causal": _causal(spec),
         "use_sliding_window": sliding,
         "sliding_window": spec.sliding_window if sliding else None,
         "max_window_layers": spec.num_layers,
@@ -92,10 +94,18 @@ def _layer_config(spec: DrafterSpec) -> dict[str, Any]:
     }
 
 
+def _causal(spec: DrafterSpec) -> bool:
+    """Whether all layers, which agree, are causal inside a block."""
+    return spec.causal_in_block(0)
+
+
 def _refuse_inexpressible(spec: DrafterSpec) -> None:
-    causal_full = any(
-        spec.causal_in_block(layer) and spec.window_of(layer) is None for layer in range(spec.num_layers)
-    )
-    if causal_full or spec.input_embedding_scale != 1.0:
-        what = "full layers that are causal" if causal_full else "a scaled input embedding"
+    what = None
+    if len({spec.causal_in_block(layer) for layer in range(spec.num_layers)}) > 1:
+        what = "layers that differ in causality, which vLLM serves as one"
+    elif _causal(spec) and "full_attention" in spec.layer_types:
+        what = "full layers that are causal"
+    elif spec.input_embedding_scale != 1.0:
+        what = "a scaled input embedding"
+    if what is not None:
         raise ConfigError(f"the speculators format has no key for {what}; export in z-lab's format instead")

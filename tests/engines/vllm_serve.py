@@ -30,6 +30,7 @@ def answers(case: dict[str, Any], **extra: Any) -> tuple[list[list[int]], dict[s
         enable_prefix_caching=False,
         disable_log_stats=False,
         max_model_len=1024,
+        gpu_memory_utilization=0.2,  # of main memory, on a CPU
         **extra,
     )
     sampling = SamplingParams(
