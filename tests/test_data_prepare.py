@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GenerationConfig
 
 from draftline.data.encoding import decode
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.reasons import Note, Reason
-from draftline.data.store import open_store
-from draftline.errors import DataError
-from tests.data_tokenizer import CHATML, make_tokenizer
+from draftline.data.store import StoreWriter, open_store
+from draftline.errors import DataError, DiskFullError, FolderInUseError
+from tests.data_tokenizer import CHATML, ENDS_TWICE, make_tokenizer
 
 APPLES = {
     "messages": [
@@ -100,7 +102,7 @@ def test_any_change_of_what_it_is_made_from_makes_the_store_again(tmp_path, chan
         write_jsonl(source, [FOX, APPLES])
     prepare(source, make_tokenizer(template), tmp_path / "store", options)
     assert open_store(tmp_path / "store").manifest["key"] != key
-    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".store.lock", "a.jsonl", "store"]
 
 
 def test_a_store_of_another_tokenizer_is_refused_with_both_hashes(tmp_path):
@@ -173,3 +175,75 @@ def test_several_processes_write_the_same_store_as_one(tmp_path):
     one, two = (open_store(tmp_path / f"store{workers}").manifest for workers in (1, 2))
     assert one["shards"] == two["shards"]
     assert one["key"] == two["key"]
+
+
+def test_two_processes_never_write_the_same_store(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES])
+    with StoreWriter(tmp_path / "store"), pytest.raises(FolderInUseError, match="another process writes"):
+        prepare(source, make_tokenizer(), tmp_path / "store")
+    assert prepare(source, make_tokenizer(), tmp_path / "store").documents == 1
+
+
+def test_what_a_killed_preparation_left_is_cleared_away(tmp_path):
+    (tmp_path / ".store.writing").mkdir()
+    (tmp_path / ".store.writing" / "shard-00000.arrow").write_bytes(b"half")
+    prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), make_tokenizer(), tmp_path / "store")
+    assert len(open_store(tmp_path / "store")) == 1
+    assert not (tmp_path / ".store.writing").exists()
+
+
+def test_a_full_disk_is_said_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StoreWriter, "append", full)
+    with pytest.raises(DiskFullError, match="no room left for the token store"):
+        prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), make_tokenizer(), tmp_path / "store")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".store.lock", "a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("supervised", "reason"), [(0, Reason.NO_SUPERVISED), (1, Reason.TOO_FEW), (2, None)]
+)
+def test_a_document_needs_an_anchor_and_a_label_after_it(tmp_path, supervised, reason):
+    short = {"input_ids": [40, 41, 42], "loss_mask": [0] * (3 - supervised) + [1] * supervised}
+    source = write_jsonl(tmp_path / "a.jsonl", [short] + [APPLES] * 20)
+    report = prepare(source, make_tokenizer(), tmp_path / "store")
+    assert report.dropped == ({reason: 1} if reason else {})
+    assert report.kept == 20 + (reason is None)
+
+
+def test_supervised_tokens_that_never_stand_together_are_too_few(tmp_path):
+    row = {"input_ids": [40, 41, 42, 43], "loss_mask": [1, 0, 1, 0]}
+    report = prepare(write_jsonl(tmp_path / "a.jsonl", [row, APPLES]), make_tokenizer(), tmp_path / "store")
+    assert report.dropped == {Reason.TOO_FEW: 1}
+
+
+def test_a_template_that_does_not_fit_is_found_out_early_in_a_long_source(tmp_path):
+    rows = [{"input_ids": [40, 41], "loss_mask": [0, 0]}] * 3000 + ["not reached"]
+    with pytest.raises(DataError, match=r"2048 of 2048 rows \(100%\) have no supervised token"):
+        prepare(write_jsonl(tmp_path / "a.jsonl", rows), make_tokenizer(), tmp_path / "store")
+
+
+def test_a_row_has_the_same_key_wherever_it_stands(tmp_path):
+    rows = [APPLES, FOX, {"prompt": "third", "response": "one more"}]
+    prepare(write_jsonl(tmp_path / "a.jsonl", rows), make_tokenizer(), tmp_path / "one")
+    prepare(write_jsonl(tmp_path / "b.jsonl", rows[::-1]), make_tokenizer(), tmp_path / "two")
+    one, two = (open_store(tmp_path / name).keys().tolist() for name in ("one", "two"))
+    assert one == two[::-1]
+
+
+def test_end_tokens_of_the_target_are_read_beside_its_tokenizer(tmp_path):
+    tokenizer = make_tokenizer(ENDS_TWICE)
+    tokenizer.eos_token = "<|endoftext|>"
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES])
+    tokenizer.save_pretrained(tmp_path / "target")
+    for stops, expected in (
+        (None, "<|im_end|>\n<|endoftext|>"),
+        ([tokenizer.vocab["<|im_end|>"]], "<|im_end|>"),
+    ):
+        if stops is not None:
+            GenerationConfig(eos_token_id=stops).save_pretrained(tmp_path / "target")
+        loaded = type(tokenizer).from_pretrained(tmp_path / "target")
+        prepare(source, loaded, tmp_path / "store")
+        assert supervised_texts(tmp_path / "store", loaded) == ["There are three apples." + expected]

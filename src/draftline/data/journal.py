@@ -9,13 +9,28 @@ import re
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, Self
 
 from draftline.errors import ConfigError, DataError, FolderInUseError
 
 _ID = re.compile(rb'^\{"id": "([^"\\]+)"')
 _SYNC_S = 1.0
 """Seconds of finished rows that a power cut may take (a kill takes none)."""
+
+
+def lock_file(path: Path, mode: str, what: str) -> IO[bytes]:
+    """Open a file that only one process may hold; the kernel frees it however that process ends.
+
+    Raises:
+        FolderInUseError: another process holds it; `what` says what it writes.
+    """
+    file: IO[bytes] = path.open(mode)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise FolderInUseError(f"another process writes {what}; wait for it or name another output") from None
+    return file
 
 
 class Journal:
@@ -31,19 +46,12 @@ class Journal:
         self.ids: set[str] = set()
         """Ids of the rows that are in the file."""
         self._made_by = made_by
-        self._file: BinaryIO | None = None
+        self._file: IO[bytes] | None = None
         self._synced = 0.0
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise FolderInUseError(
-                f"another process writes {self.path}; wait for it or name another"
-            ) from None
+        file = lock_file(self.path, "a+b", str(self.path))
         try:
             self._read(file)
         except BaseException:
@@ -76,7 +84,7 @@ class Journal:
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
-    def _read(self, file: BinaryIO) -> None:
+    def _read(self, file: IO[bytes]) -> None:
         file.seek(0)
         whole = 0
         for number, line in enumerate(file, start=1):

@@ -20,13 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import pyarrow as pa
 
 from draftline.data.document import Document
 from draftline.data.fingerprint import hash_file
+from draftline.data.journal import lock_file
 from draftline.errors import DataError
 
 FORMAT = 1
@@ -181,11 +182,15 @@ def _views(batch: pa.RecordBatch) -> _Chunk:
 
 
 class StoreWriter:
-    """Writes a store beside its place and renames it there when complete: nobody ever reads half a store."""
+    """Writes a store beside its place and renames it there when complete: nobody ever reads half a store.
+
+    One process at a time: a file beside the store is locked. What a killed one left is cleared away.
+    """
 
     def __init__(self, path: Path) -> None:
         self._final = path
         self._folder = path.with_name(f".{path.name}.writing")
+        self._lock: IO[bytes] | None = None
         self._shards: list[dict[str, Any]] = []
         self._keys = array("Q")
         self._rows_seen = 0
@@ -194,8 +199,10 @@ class StoreWriter:
         self._writer: pa.ipc.RecordBatchFileWriter | None = None
 
     def __enter__(self) -> Self:
+        self._final.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_file(self._final.with_name(f".{self._final.name}.lock"), "wb", str(self._final))
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        self._folder.mkdir()
         return self
 
     def __exit__(
@@ -204,6 +211,8 @@ class StoreWriter:
         if self._writer is not None:
             self._writer.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        assert self._lock is not None
+        self._lock.close()
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Add documents, in order (`record_batch` makes a batch)."""
