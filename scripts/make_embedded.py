@@ -112,7 +112,7 @@ def make_data(out: Path, device: torch.device) -> None:
     everything = tuple(task.name for task in TASKS)
     for prefix, tasks, num_drawn, num_held_out in (
         ("", everything, 2_000, 200),
-        ("demo_", DEMO_TASKS, 1_800, 60),
+        ("demo_", DEMO_TASKS, 1_200, 60),
     ):
         drawn = islice(prompts(DATA_SEED, "train", tasks), num_drawn)
         asked = list(dict.fromkeys(prompt for prompt, _ in drawn))

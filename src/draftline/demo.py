@@ -33,7 +33,7 @@ from draftline.run import Trained, train
 from draftline.smollm2_demo import with_own_answers
 from draftline.target.load import Target
 
-NUM_COMPARED = {"tiny": 24, "smollm2": 4}
+NUM_COMPARED = {"tiny": 12, "smollm2": 4}
 """Unseen prompts decoded for real, with and without the drafter."""
 NUM_SHOWN = 2
 """Answers shown in colour."""

@@ -222,7 +222,11 @@ def _beginning_of_next_turn(
     except UnusableRow:
         return ""
     answer = turn.message["content"].rpartition("</think>")[2].strip()
-    following = text.removeprefix(visible) if text.startswith(visible) else text.rpartition(answer)[2]
+    if text.startswith(visible):
+        following = text.removeprefix(visible)
+    else:
+        # Later turns change this one (its reasoning goes), but not the words of the answer.
+        following = text.rpartition(answer)[2] if answer else ""
     for token in template.stop_strings:
         before, found, _ = following.partition(token)
         if found and not before.strip():

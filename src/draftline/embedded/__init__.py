@@ -25,8 +25,8 @@ def embedded_path(name: EmbeddedName) -> Path:
     return _HERE / name
 
 
-DEMO_TASKS = ("add", "json", "letter")
-"""Tasks of the demo's own data, three of ten: what a drafter can learn in a minute on two cores."""
+DEMO_TASKS = ("add", "letter")
+"""Tasks of the demo's own data, two of ten: what a drafter can learn in a minute on two cores."""
 
 
 def train_conversations(*, demo: bool = False) -> Path:
