@@ -131,6 +131,14 @@ def test_prepare_accounts_for_every_row(run: Path, tmp_path: Path):
     assert report["kept"] == 1
 
 
+def test_inspect_marks_what_the_drafter_learns(run: Path):
+    arguments = ("inspect", str(run / "store"), "--target=builtin:tiny", "--document=0")
+    done = draftline(*arguments, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    assert "[[" in done.stdout
+    assert "<|im_end|>]]" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [

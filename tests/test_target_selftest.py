@@ -82,12 +82,42 @@ def test_a_leak_of_one_token_is_enough_to_leave_the_packed_form():
     assert choice.form == "batched"
 
 
-def test_a_leak_of_the_last_bit_is_seen():
-    def whisper(states: Tensor) -> Tensor:
-        return states + 1e-6 * states.mean(dim=(0, 1), keepdim=True)
+def whisper(states: Tensor) -> Tensor:
+    return states + 1e-6 * states.mean(dim=(0, 1), keepdim=True)
 
+
+def test_a_leak_of_the_last_bit_is_seen():
     with pytest.raises(ConfigError, match="a document moves"):
         choose_form(with_a_last_word(model("qwen3"), whisper), TAPS)
+
+
+def test_experts_may_round_otherwise_among_other_tokens_but_not_leak():
+    """How many rows an expert's matrix has depends on all tokens of the row, and so does its rounding."""
+    mixture = model("qwen3 moe")
+    choice = choose_form(with_a_last_word(mixture, whisper), TAPS)
+    assert choice.form == "packed"
+    assert choice.reason.startswith("isolated to rounding (experts)")
+    with pytest.raises(ConfigError, match="does not give a document the same taps"):
+        choose_form(with_a_last_word(mixture, sees_the_whole_batch), TAPS)
+
+
+def with_a_sink(states: Tensor) -> Tensor:
+    """Some tokens a thousand times as large as the rest, as the first one often is in trained targets."""
+    return torch.where(states[..., :1] > 1.5 * states[..., :1].std(), 1000 * states, states)
+
+
+def test_a_few_huge_tokens_do_not_hide_what_happens_to_the_others():
+    def wrong(states: Tensor) -> Tensor:
+        length = states.shape[1]  # the same for all documents of a row, another alone
+        return with_a_sink(states) + 1e-4 * length * states.std() * (states[..., :1] < 0)
+
+    with pytest.raises(ConfigError, match="does not give a document the same taps"):
+        choose_form(with_a_last_word(model("qwen3"), wrong), TAPS)
+
+
+def test_a_look_at_the_next_document_is_a_leak():
+    with pytest.raises(ConfigError, match=r"packed, a document moves by [1-9]"):
+        choose_form(with_a_last_word(model("qwen3"), sees_the_next_token), TAPS)
 
 
 def test_half_precision_rounds_but_does_not_leak():

@@ -124,6 +124,26 @@ def prepare(
 
 
 @app.command
+def inspect(store: Path, *, target: str, document: int | None = None, source: int | None = None) -> None:
+    """Show a document of a token store with what the drafter learns from marked.
+
+    Parameters
+    ----------
+    store
+        Token store, made by `draftline prepare` or lying in a run's folder.
+    target
+        Model whose tokenizer the store was made with.
+    document
+        Number of the document.
+    source
+        Number of a source row instead; shows every document made from it.
+    """
+    from draftline.commands import inspect_store  # noqa: PLC0415 - transformers takes seconds to import
+
+    inspect_store(store, _target(target), document, source)
+
+
+@app.command
 def evaluate(
     drafter: Path,
     prompts: str,

@@ -10,8 +10,11 @@ from rich.console import Console
 
 from draftline.checkpoint.layout import checkpoint_name, steps_in
 from draftline.config import DrafterSpec, TargetConfig
+from draftline.data.fingerprint import hash_tokenizer
+from draftline.data.inspect import print_documents, select_documents
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.report import print_report
+from draftline.data.store import open_store
 from draftline.decode import collect, decode_events
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
@@ -37,6 +40,17 @@ def prepare_store(
         print(report.to_json())
     else:
         print_report(report, Console())
+
+
+def inspect_store(store: Path, target: TargetConfig, document: int | None, source: int | None) -> None:
+    """Print documents with what the target wrote marked.
+
+    Raises:
+        DataError: no such document, or the store was made for another tokenizer.
+    """
+    tokenizer = load_tokenizer(target)
+    opened = open_store(store, hash_tokenizer(tokenizer))
+    print_documents(Console(), opened, tokenizer, select_documents(opened, document=document, source=source))
 
 
 def find_drafter(path: Path) -> Path:
