@@ -38,6 +38,12 @@ SETTINGS = (
 )
 
 
+def changed(flag: str) -> list[str]:
+    """The settings with one of them replaced or added."""
+    name = flag.partition("=")[0] + "="
+    return [setting for setting in SETTINGS if not setting.startswith(name)] + [flag]
+
+
 def draftline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     code = "from draftline.cli import main; main()"
     source = str(Path(__file__).parents[1] / "src")
@@ -91,10 +97,10 @@ def test_evaluate_reports_replay_and_real_decoding(run: Path):
 
 
 def test_generate_writes_what_the_target_would_write(run: Path):
-    arguments = ("generate", str(run), "What is 12 + 5?", "--target=builtin:tiny", "--json")
+    arguments = ("generate", str(run), "What is 215 + 372?", "--target=builtin:tiny", "--json")
     done = draftline(*arguments, cwd=run.parent)
     assert done.returncode == 0, done.stderr
-    assert "17" in json.loads(done.stdout)["text"]
+    assert "587" in json.loads(done.stdout)["text"]
 
 
 def test_generate_shows_drafted_and_rejected_tokens(run: Path):
@@ -120,15 +126,16 @@ def test_a_drafter_for_another_target_is_refused_with_the_difference(run: Path):
 def test_prepare_accounts_for_every_row(run: Path, tmp_path: Path):
     source = tmp_path / "chats.jsonl"
     rows = [
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
-        {"messages": [{"role": "user", "content": "Nobody answers"}]},
+        {"messages": [{"role": "user", "content": f"Hi {i}"}, {"role": "assistant", "content": "Hello."}]}
+        for i in range(20)
     ]
+    rows.append({"messages": [{"role": "user", "content": "Nobody answers"}]})
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = draftline("prepare", str(source), "store", "--target=builtin:tiny", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["rows"] == 2
-    assert report["kept"] == 1
+    assert report["rows"] == 21
+    assert report["kept"] == 20
 
 
 def test_inspect_marks_what_the_drafter_learns(run: Path):
@@ -151,7 +158,7 @@ def test_inspect_marks_what_the_drafter_learns(run: Path):
 )
 def test_a_setting_that_cannot_work_is_refused_with_the_fix(flag: str, words: str):
     with pytest.raises(ConfigError) as refused:
-        parse_run([*SETTINGS, "--optim.steps=6", "--output=run", flag])
+        parse_run([*changed(flag), "--optim.steps=6", "--output=run"])
     assert words in str(refused.value)
 
 
@@ -183,7 +190,7 @@ def test_a_file_that_is_not_there_is_named():
 def test_a_run_that_cannot_work_is_refused_in_a_sentence(tmp_path: Path, flag: str, words: str):
     out = tmp_path / "run"
     with pytest.raises((ConfigError, DataError)) as refused:
-        train(parse_run([*SETTINGS, "--optim.steps=6", f"--output={out}", flag]), Screen(quiet=True))
+        train(parse_run([*changed(flag), "--optim.steps=6", f"--output={out}"]), Screen(quiet=True))
     assert words in str(refused.value)
     result = json.loads((out / "result.json").read_text())
     assert result["exit_code"] == refused.value.exit_code
