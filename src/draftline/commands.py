@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def prepare_store(
     options = PrepareOptions(max_length=max_length)
     report = prepare(source, load_tokenizer(target), out, options, overwrite=overwrite)
     if json_output:
-        print(report.to_json())
+        print(json.dumps(report.to_json()))
     else:
         print_report(report, Console())
 
