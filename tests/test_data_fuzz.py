@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from draftline.data.answers import mark_answers
@@ -133,6 +133,9 @@ def test_supervised_tokens_are_exactly_the_marked_text(name, messages):
 @given(messages=well_formed)
 def test_each_supervised_text_holds_one_answer_and_one_end_of_turn(name, messages):
     chat_template = TEMPLATES[name]
+    # where only the next turn's header ends a turn, an answer that spells this header out has two readings
+    if name == "ended by next":
+        assume(not any("<|im_start|>" in turn["content"] for turn in messages))
     try:
         documents, _ = mark_answers(chat_template, trim_to_last_answer(Conversation(tuple(messages))))
     except UnusableRow:

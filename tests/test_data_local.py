@@ -35,11 +35,11 @@ from tests.data_server import Chat, serving
 from tests.data_tokenizer import CHATML, ENDED_BY_NEXT, make_tokenizer
 
 
-def embedded(name: Any, **sampling: Any) -> LocalModel:
+def embedded(name: Any, device: str = "cpu", **sampling: Any) -> LocalModel:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(embedded_path(name))
     model = AutoModelForCausalLM.from_pretrained(embedded_path(name), dtype=torch.float32)
-    return LocalModel(model, tokenizer, Sampling(**({"max_new_tokens": 24} | sampling)))
+    return LocalModel(model.to(device), tokenizer, Sampling(**({"max_new_tokens": 24} | sampling)))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,19 @@ def test_an_answer_ends_with_its_end_of_turn_or_is_marked_as_cut_off(greedy):
         assert "<|im_end|>" not in answer.content
         reasons.add(answer.finish_reason)
     assert reasons == {"stop", "length"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["tiny", "hybrid"])
+def test_a_gpu_gives_the_answers_of_the_cpu(name):
+    on_gpu = embedded(name, temperature=0.0, device="cuda")
+    on_cpu = embedded(name, temperature=0.0)
+    answers = []
+    for model in (on_cpu, on_gpu):
+        done = LocalWriter(model, name, 4).finish(iter([ask(text) for text in QUESTIONS]))
+        answers.append({dialogue.id: dialogue.answers[0].content for dialogue in done})
+    assert answers[0] == answers[1]
 
 
 def test_every_turn_of_a_conversation_is_answered_after_the_answers_before(greedy):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from draftline.data.commands import inspect_store
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.data.inspect import print_documents, segments, select_documents, write_html
 from draftline.data.prepare import PrepareOptions, Progress, prepare
@@ -132,3 +133,18 @@ def test_the_hash_of_a_tokenizer_follows_what_it_does(tmp_path):
     assert hash_tokenizer(type(tokenizer).from_pretrained(tmp_path)) == hash_tokenizer(other)
     other.add_tokens(["extra"])
     assert hash_tokenizer(tokenizer) != hash_tokenizer(other)
+
+
+def test_a_store_is_inspected_with_the_tokenizer_that_made_it_on_screen_or_as_a_page(prepared, tmp_path):
+    _, store = prepared
+    tokenizer = make_tokenizer(REWRITING)
+    stream = io.StringIO()
+    console = Console(file=stream, width=100)
+    shown = inspect_store(store.path, tokenizer, console, source=2)
+    assert shown["documents"] == [1, 2]
+    assert "[[first<|im_end|>]]" in stream.getvalue()
+    inspect_store(store.path, tokenizer, console, document=0, page=tmp_path / "page.html")
+    assert "<mark>There are three" in (tmp_path / "page.html").read_text()
+    tokenizer.add_tokens(["extra"])
+    with pytest.raises(DataError, match="was made for tokenizer"):
+        inspect_store(store.path, tokenizer, console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import tracemalloc
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from draftline.data import sources
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.reasons import Reason
-from draftline.data.sources import resolve_source
+from draftline.data.sources import Source, resolve_source
 from draftline.data.store import open_store
 from draftline.errors import DataError
 from tests.data_tokenizer import make_tokenizer
@@ -163,3 +164,20 @@ def test_memory_does_not_grow_with_the_length_of_the_source(tmp_path, monkeypatc
     peak(64)  # fills caches that stay
     # What may grow: 8 bytes a document to count duplicates, some for each of the 32-row batches.
     assert peak(960) - peak(64) < 100_000
+
+
+def test_a_hub_data_set_is_read_as_a_stream(tmp_path):
+    pytest.importorskip("datasets")
+    write_as("jsonl", tmp_path)
+    # `load_dataset` takes a folder where it takes a name, so the stream is real and the network is not needed.
+    chunks = list(Source(str(tmp_path), ()).chunks())
+    assert [record for chunk in chunks for _, record in chunk.records()] == ROWS
+
+
+def test_a_hub_name_without_the_extra_says_what_to_install():
+    if importlib.util.find_spec("datasets") is not None:
+        pytest.skip("the extra is installed")
+    source = resolve_source("owner/name:train")
+    assert source.total_bytes is None
+    with pytest.raises(DataError, match=r"pip install 'draftline\[data\]'"):
+        next(source.chunks())
