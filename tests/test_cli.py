@@ -138,6 +138,20 @@ def test_prepare_accounts_for_every_row(run: Path, tmp_path: Path):
     assert report["kept"] == 20
 
 
+def test_regenerate_lets_the_target_answer_and_goes_on_for_free(tmp_path: Path):
+    source = tmp_path / "prompts.jsonl"
+    prompts = ["What is 215 + 372?", "What is 314 + 251?"]
+    lines = [json.dumps({"messages": [{"role": "user", "content": prompt}]}) + "\n" for prompt in prompts]
+    source.write_text("".join(lines))
+    flags = ("--target=builtin:tiny", "--temperature=0", "--max-new-tokens=100", "--json")
+    done = draftline("regenerate", str(source), "answers.jsonl", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["written"] == 2
+    assert "587" in (tmp_path / "answers.jsonl").read_text()
+    again = draftline("regenerate", str(source), "answers.jsonl", *flags, cwd=tmp_path)
+    assert json.loads(again.stdout)["already_there"] == 2
+
+
 def test_inspect_marks_what_the_drafter_learns(run: Path):
     arguments = ("inspect", str(run / "store"), "--target=builtin:tiny", "--document=0")
     done = draftline(*arguments, cwd=run.parent)

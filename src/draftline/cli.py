@@ -124,6 +124,67 @@ def prepare(
 
 
 @app.command
+def regenerate(
+    source: str,
+    out: Path,
+    *,
+    url: str | None = None,
+    target: str | None = None,
+    max_new_tokens: int = 2048,
+    temperature: float | None = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Let the target itself answer the prompts of a source; the same command goes on after a kill.
+
+    Parameters
+    ----------
+    source
+        Chats or prompts, as `draftline prepare` reads them; answers in it are replaced.
+    out
+        JSONL file of the conversations, also the journal.
+    url
+        OpenAI-compatible server, such as http://localhost:8000/v1.
+    target
+        Model to run in this process instead, for small ones.
+    max_new_tokens
+        Longest answer.
+    temperature
+        0 is greedy; none takes the target's own default.
+    json_output
+        Print the report as one JSON object.
+    """
+    from draftline.commands import regenerate_answers  # noqa: PLC0415 - transformers takes seconds to import
+
+    model = _target(target) if target is not None else None
+    report = regenerate_answers(source, out, url, model, max_new_tokens, temperature)
+    _print(report, json_output=json_output)
+
+
+@app.command
+def synthesize(
+    out: Path, *, target: str, count: int, temperature: float = 1.0, json_output: JsonFlag = False
+) -> None:
+    """Let the target write user turns itself, from nothing but its chat template; filtered and distinct.
+
+    Parameters
+    ----------
+    out
+        JSONL file of prompts.
+    target
+        Model to run in this process.
+    count
+        Prompts wanted.
+    temperature
+        Of the sampling.
+    json_output
+        Print the report as one JSON object.
+    """
+    from draftline.commands import synthesize_prompts  # noqa: PLC0415 - transformers takes seconds to import
+
+    _print(synthesize_prompts(out, _target(target), count, temperature), json_output=json_output)
+
+
+@app.command
 def inspect(store: Path, *, target: str, document: int | None = None, source: int | None = None) -> None:
     """Show a document of a token store with what the drafter learns from marked.
 
