@@ -208,7 +208,8 @@ def _cut_at_end_of_turn(template: ChatTemplate, conversation: Conversation, turn
     if stops:
         return turn.text[: min(stops)]
     visible = turn.text[: max(said, len(turn.text.rstrip()))]
-    if visible.endswith(template.end_strings):
+    # A control token at the end of the message itself is the message's, not the template's.
+    if len(visible) > said and visible.endswith(template.end_strings):
         return visible
     return visible + _beginning_of_next_turn(template, conversation, turn, visible)
 
