@@ -83,7 +83,6 @@ def test_an_answer_ends_with_its_end_of_turn_or_is_marked_as_cut_off(greedy):
     assert reasons == {"stop", "length"}
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["tiny", "hybrid"])
 def test_a_gpu_gives_the_answers_of_the_cpu(name):
