@@ -7,16 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
+from draftline.acceptance import Walk, acceptance, walk
 from draftline.errors import DataError
-from draftline.evaluate import (
-    Prompt,
-    Walk,
-    acceptance,
-    compare,
-    evaluate,
-    reference_answers,
-    walk,
-)
+from draftline.evaluate import Prompt, compare, evaluate, reference_answers
 from draftline.greedy import Limit
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,6 +69,25 @@ def test_initial_weights_depend_on_the_seed_alone():
         else:
             assert not torch.equal(value, other.state_dict()[name])
             assert 0.018 < value.std() < 0.022
+
+
+def test_every_norm_learns():
+    """A norm that starts at 1 and stays there is cut off from the loss."""
+    drafter = Drafter(tiny_spec())
+    drafter.init_weights(0)
+    row = packed_row(drafter.spec, (30,), [3, 11, 24])
+    row = replace(row, taps=row.taps.float(), block_embeds=row.block_embeds.float())
+    wanted = torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3, weight_decay=0.0)
+
+    for _ in range(20):
+        optimizer.zero_grad()
+        (row_hidden(drafter, row) - wanted)[row.anchor_valid].square().mean().backward()
+        optimizer.step()
+
+    norms = {name: weight for name, weight in drafter.named_parameters() if weight.dim() == 1}
+    assert len(norms) == 2 + 4 * drafter.spec.num_layers
+    assert [name for name, weight in norms.items() if (weight == 1.0).any()] == []
 
 
 def test_rotary_angles_do_not_lose_precision_in_a_bfloat16_drafter():

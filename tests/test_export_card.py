@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from draftline.acceptance import Walk, acceptance
 from draftline.advice import predict_speedups, warnings
 from draftline.card import model_card, serve_lines
-from draftline.evaluate import Comparison, Evaluation, Walk, acceptance
+from draftline.evaluate import Comparison, Evaluation
 from tests.oracles.targets import random_target
 from tests.oracles.tiny import tiny_spec
 
