@@ -60,6 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = draftline("train", *SETTINGS, "--optim.steps=6", "--output=run", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
+    assert "step 0      training = decoding: 16 blocks" in done.stderr
     assert outcome["steps"] == 6
     assert outcome["before"]["overall"]["tau"] >= 1
     return folder / "run"

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from draftline.data.document import Document
-from draftline.data.rows import RowShape, row_from_documents
+from draftline.data.rows import RowShape, RowSource, row_from_documents
 from draftline.errors import ConfigError
 from draftline.greedy import CachedTarget
-from draftline.parity import TOLERANCE, prove_parity
+from draftline.parity import TOLERANCE, prove_parity, prove_start, prove_taps
 from tests.oracles.targets import FAMILIES, fitting_spec, random_target
+from tests.pipeline_fixtures import make_job
 
 SHAPE = RowShape(
     token_budget=128, block_budget=32, block_size=4, anchors_per_document=12, decay_gamma=4.0, windows=()
@@ -78,3 +79,53 @@ def test_a_row_without_a_block_proves_nothing_and_passes(row):
     spec = fitting_spec(target)
     empty = replace(row, anchor_valid=torch.zeros_like(row.anchor_valid))
     assert prove_parity(target, spec, empty, torch.zeros(128, 64)) == 0.0
+
+
+def test_the_targets_head_is_compared_in_part_and_its_own_dtype_is_kept(row):
+    target = random_target(dtype=torch.bfloat16)
+    spec = fitting_spec(target)
+    assert 0 < prove_parity(target, spec, row, row_taps(target, spec, row)) <= TOLERANCE
+
+
+def test_taps_in_another_order_are_noticed(row):
+    target = random_target()
+    spec = fitting_spec(target)
+    taps = row_taps(target, spec, row)
+
+    assert prove_taps(target, spec.target_layer_ids, row, taps) < 1e-5
+    with pytest.raises(ConfigError, match="the taps that training reads of random qwen3 are not those"):
+        prove_taps(target, spec.target_layer_ids, row, taps.unflatten(1, (2, -1)).flip(1).flatten(1))
+
+
+class Texts:
+    """Documents of a random target's vocabulary."""
+
+    lengths = np.array([30, 41, 19], dtype=np.int32)
+
+    def document(self, index: int) -> Document:
+        text = np.random.default_rng(index).integers(0, 10, size=self.lengths[index]).astype(np.int32)
+        return Document(text, np.arange(len(text)) >= 4)
+
+
+def job_on(family, form):
+    target = random_target(family)
+    source = RowSource(Texts(), SHAPE, seed=0)
+    spec = fitting_spec(target)
+    return make_job(spec=spec, shape=SHAPE, source=source, target=target, max_documents=3, form=form)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3", "packed"), ("qwen3", "batched"), ("hybrid", "batched")]
+)
+def test_a_run_proves_itself_on_its_own_first_row(family, form):
+    proved = prove_start(job_on(family, form))
+
+    assert proved.blocks > 0
+    assert proved.logits <= TOLERANCE
+    assert proved.taps < 1e-4
+    assert f"{proved.blocks} blocks" in proved.describe()
+
+
+def test_a_forward_that_runs_documents_of_a_hybrid_together_never_starts():
+    with pytest.raises(ConfigError, match="the taps that training reads of random hybrid are not those"):
+        prove_start(job_on("hybrid", "packed"))

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from draftline.checkpoint.layout import checkpoint_name, steps_in
 from draftline.config import DrafterSpec, TargetConfig
 from draftline.data.commands import regenerate_by_server, regenerate_here, synthesize_here
 from draftline.data.fingerprint import hash_tokenizer
@@ -27,8 +26,8 @@ from draftline.errors import ConfigError
 from draftline.evaluate import compare, evaluate, reference_answers
 from draftline.export import export_drafter
 from draftline.greedy import Limit
-from draftline.importing import load_drafter, refuse_misfit
-from draftline.paths import CHECKPOINTS, EXPORT, builtin_prompts
+from draftline.importing import find_drafter, load_drafter, refuse_misfit
+from draftline.paths import builtin_prompts
 from draftline.pipeline.plan import available_devices
 from draftline.prompts import chat_prompt, load_prompts
 from draftline.render import LEGEND, styled_steps
@@ -89,23 +88,6 @@ def inspect_store(store: Path, target: TargetConfig, document: int | None, sourc
     tokenizer = load_tokenizer(target)
     opened = open_store(store, hash_tokenizer(tokenizer))
     print_documents(Console(), opened, tokenizer, select_documents(opened, document=document, source=source))
-
-
-def find_drafter(path: Path) -> Path:
-    """The folder with config.json and model.safetensors that a run, checkpoint or drafter folder stands for.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if (path / "config.json").is_file():
-        return path
-    if (path / EXPORT / "config.json").is_file():
-        return path / EXPORT
-    checkpoints = path / CHECKPOINTS
-    steps = steps_in(checkpoints) if checkpoints.is_dir() else []
-    if not steps:
-        raise ConfigError(f"{path} is neither a drafter, a checkpoint nor a run folder with one of them")
-    return checkpoints / checkpoint_name(max(steps))
 
 
 def load_pair(drafter: Path, target: TargetConfig) -> tuple[Target, Drafter]:

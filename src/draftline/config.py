@@ -105,7 +105,8 @@ class DrafterConfig(Frozen):
     sliding_window: int | None = Field(default=None, gt=1)
     """Tokens a sliding layer sees, the current one included."""
     init_from: str | None = None
-    """Folder of a drafter to start from (warm start)."""
+    """Drafter, checkpoint or run folder whose weights training starts from (warm start); its architecture must be
+    this one."""
 
 
 class LossConfig(Frozen):
@@ -254,6 +255,8 @@ class DrafterSpec(Frozen):
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    tokenizer_sha256: str | None = None
+    """What the target's tokenizer does, hashed; None for drafters of trainers that do not record it."""
 
     @property
     def num_taps(self) -> int:
@@ -269,6 +272,14 @@ class DrafterSpec(Frozen):
         if self.is_causal is not None:
             return self.is_causal
         return self.layer_types[layer] == "sliding_attention"
+
+    def effective(self, name: str) -> object:
+        """A field by what it does: two spellings of one behaviour are equal."""
+        if name == "is_causal":
+            return [self.causal_in_block(layer) for layer in range(self.num_layers)]
+        if name == "sliding_window":
+            return [self.window_of(layer) for layer in range(self.num_layers)]
+        return getattr(self, name)
 
 
 def explain(error: ValidationError) -> str:

@@ -23,7 +23,7 @@ from draftline.drafter.model import Drafter
 from draftline.errors import CheckpointError, ConfigError
 from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
 from draftline.importing import CONFIG, MODEL, load_drafter, match_tensors
-from draftline.published import ARCHITECTURE
+from draftline.published import ARCHITECTURE, OWN_KEYS
 from draftline.speculators import Verifier, speculators_config_json
 
 CARD = "README.md"
@@ -77,6 +77,8 @@ def _config(spec: DrafterSpec) -> dict[str, Any]:
     causal = {spec.causal_in_block(layer) for layer in range(spec.num_layers)}
     if len(causal) == 1:
         config["is_causal"] = causal.pop()
+    if spec.tokenizer_sha256 is not None:
+        config[OWN_KEYS] = {"tokenizer_sha256": spec.tokenizer_sha256}
     return config
 
 
@@ -194,7 +196,7 @@ def prove_export(spec: DrafterSpec, tensors: Mapping[str, Tensor], folder: Path)
     differing = [
         f"{name} {getattr(spec, name)!r} became {getattr(read_spec, name)!r}"
         for name in type(spec).model_fields
-        if _meaning(spec, name) != _meaning(read_spec, name)
+        if spec.effective(name) != read_spec.effective(name)
     ]
     if differing:
         raise CheckpointError(f"the exported {folder / CONFIG} does not read back: {'; '.join(differing)}")
@@ -206,14 +208,6 @@ def prove_export(spec: DrafterSpec, tensors: Mapping[str, Tensor], folder: Path)
             f"the exported {folder / MODEL} computes something else: hidden states of one block differ by "
             f"{difference:.3g} (at most {PROOF_TOLERANCE}); check the disk and export again"
         )
-
-
-def _meaning(spec: DrafterSpec, name: str) -> object:
-    if name == "is_causal":  # None and the value it stands for serve alike
-        return [spec.causal_in_block(layer) for layer in range(spec.num_layers)]
-    if name == "sliding_window":
-        return [spec.window_of(layer) for layer in range(spec.num_layers)]
-    return getattr(spec, name)
 
 
 @torch.no_grad()

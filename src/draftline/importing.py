@@ -15,10 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftline.checkpoint.layout import checkpoint_name, steps_in
 from draftline.config import DrafterSpec
+from draftline.data.fingerprint import hash_tokenizer
 from draftline.drafter.model import Drafter
-from draftline.errors import CheckpointError
+from draftline.errors import CheckpointError, ConfigError
 from draftline.names import UnsafeNameError, plain_name, read_regular
+from draftline.paths import CHECKPOINTS, EXPORT
 from draftline.published import spec_from_config
 from draftline.target.load import Target, text_config
 
@@ -31,6 +34,23 @@ RENAMED = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.
 """Beginnings of TorchSpec's and AngelSpec's names, and z-lab's."""
 OF_THE_TARGET = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 """Copies of frozen target weights that other trainers save along."""
+
+
+def find_drafter(path: Path) -> Path:
+    """The folder with config.json and model.safetensors that a run, checkpoint or drafter folder stands for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (path / "config.json").is_file():
+        return path
+    if (path / EXPORT / "config.json").is_file():
+        return path / EXPORT
+    checkpoints = path / CHECKPOINTS
+    steps = steps_in(checkpoints) if checkpoints.is_dir() else []
+    if not steps:
+        raise ConfigError(f"{path} is neither a drafter, a checkpoint nor a run folder with one of them")
+    return checkpoints / checkpoint_name(max(steps))
 
 
 def load_drafter(folder: Path, num_target_layers: int | None = None) -> tuple[DrafterSpec, Drafter]:
@@ -55,10 +75,10 @@ def load_drafter(folder: Path, num_target_layers: int | None = None) -> tuple[Dr
 
 
 def refuse_misfit(spec: DrafterSpec, target: Target) -> None:
-    """Make sure that a drafter was made for a target of this shape.
+    """Make sure that a drafter was made for a target of this shape with this tokenizer.
 
     Raises:
-        CheckpointError: hidden size, vocabulary or layers differ; every difference is named.
+        CheckpointError: hidden size, vocabulary, layers or tokenizer differ; every difference is named.
     """
     rows, hidden = target.head.shape
     layers = text_config(target.model.config).num_hidden_layers
@@ -72,6 +92,8 @@ def refuse_misfit(spec: DrafterSpec, target: Target) -> None:
     ]
     if not 0 <= spec.mask_token_id < rows:
         differences.append(f"mask token {spec.mask_token_id} is no row of {rows}")
+    if spec.tokenizer_sha256 not in (None, found := hash_tokenizer(target.tokenizer)):
+        differences.append(f"tokenizer {str(spec.tokenizer_sha256)[:12]} against {found[:12]} (sha256)")
     if differences:
         raise CheckpointError(
             f"this drafter was made for another target than {target.name}: {', '.join(differences)}; "

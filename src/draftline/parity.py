@@ -2,13 +2,17 @@
 
 The trainer lays out many blocks at once over a packed row; the decoder lays out one at a time after a cached
 context. Both are run here on blocks of the run's first row with the target's own embedding, head and taps, and
-must agree. A disagreement means a drafter that learns well and is served badly, which no loss would show.
+must agree; and the taps that the trainer reads must be those that the decoder's cached target gives. A disagreement
+means a drafter that learns well and is served badly, which no loss would show.
 
 The drafter is a small one of the same kind: what is compared is layout, positions, visibility and labels, not
 weights.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +26,86 @@ from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.mask import block_mask_dense
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
+from draftline.greedy import CachedTarget
+from draftline.pipeline.job import Job
+from draftline.target.forward import TappedForward, share_weights
 from draftline.target.load import Target
+from draftline.target.selftest import TOLERANCE as TAPS_TOLERANCE
+from draftline.target.selftest import distance
 
 TOLERANCE = 1e-5
 """Largest difference of fp32 logits, relative to the largest logit."""
 NUM_BLOCKS = 16
+NUM_DOCUMENTS = 3
+"""Documents whose taps are compared: the first has nothing before it, the others have."""
 SMALL_MLP = 64
+HEAD_ROWS = 4096
+"""Rows of the head that logits are taken for, evenly spread; all of a large one in fp32 would be gigabytes."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far training and decoding are apart."""
+
+    blocks: int
+    """Blocks compared."""
+    logits: float
+    """Largest difference of fp32 logits from the same taps, relative to the largest logit."""
+    taps: float
+    """Distance between the trainer's taps of a document and the decoder's, as in the target's self-test."""
+
+    def describe(self) -> str:
+        """One line for a person."""
+        return (
+            f"step 0      training = decoding: {self.blocks} blocks, labels and positions equal, logits within "
+            f"{self.logits:.1e} (at most {TOLERANCE:.0e}), taps within {self.taps:.1e}"
+        )
+
+
+def prove_start(job: Job) -> Parity:
+    """Compare training and decoding on the first row of a run, with the run's own target and spec.
+
+    Raises:
+        ConfigError: they disagree; see `prove_parity` and `prove_taps`.
+    """
+    row, ids = job.source.row(0), job.spec.target_layer_ids
+    forward = TappedForward(job.target.model, ids, job.shape.token_budget, job.max_documents, job.form)
+    forward.load(row)
+    taps = forward.run()
+    return Parity(
+        blocks=min(NUM_BLOCKS, int(row.anchor_valid.sum())),
+        logits=prove_parity(job.target, job.spec, row, taps),
+        taps=prove_taps(job.target, ids, row, taps),
+    )
+
+
+def prove_taps(target: Target, target_layer_ids: tuple[int, ...], row: Row, taps: Tensor) -> float:
+    """Compare the trainer's taps of a row's first documents with the decoder's, which feeds each to a cache.
+
+    Args:
+        taps: [T, K*D] of the row, from the trainer's forward of the target.
+
+    Returns:
+        The largest distance.
+
+    Raises:
+        ConfigError: it is more than rounding.
+    """
+    apart = replace(target, model=share_weights(target.model))  # its hooks must not meet anyone's
+    found = 0.0
+    for start, stop in list(pairwise(row.starts))[:NUM_DOCUMENTS]:
+        with torch.inference_mode():
+            document = row.input_ids[start:stop].to(target.device)
+            decoded = CachedTarget(apart, target_layer_ids).feed(document, num_logits=1).taps
+            found = max(found, float(distance(taps[start:stop], decoded, len(target_layer_ids))))
+    allowed = TAPS_TOLERANCE[taps.dtype]
+    if not found <= allowed:
+        raise ConfigError(
+            f"the taps that training reads of {target.name} are not those that decoding gives: they are {found:.2g} "
+            f"apart (at most {allowed:.0e}). This is a defect for this kind of target: please report it with the "
+            "target's config.json"
+        )
+    return found
 
 
 def prove_parity(target: Target, spec: DrafterSpec, row: Row, taps: Tensor) -> float:
@@ -47,7 +125,8 @@ def prove_parity(target: Target, spec: DrafterSpec, row: Row, taps: Tensor) -> f
         return 0.0
     _check_labels(row, count)
     drafter = _small_drafter(spec, target.device)
-    embedding, head = target.embedding.float(), target.head.float()
+    embedding = target.embedding  # rows are widened when they are looked up
+    head = target.head[:: -(-len(target.head) // HEAD_ROWS)].float()
     with torch.inference_mode():
         trained = _trained(drafter, embedding, head, row, taps.float(), count)
         decoded = _decoded(drafter, embedding, head, row, taps.float(), count)
@@ -87,7 +166,7 @@ def _trained(drafter: Drafter, embedding: Tensor, head: Tensor, row: Row, taps: 
         for layer in range(spec.num_layers)
     ]
     hidden = drafter(
-        F.embedding(ids.flatten(), embedding) * spec.input_embedding_scale,
+        F.embedding(ids.flatten(), embedding).float() * spec.input_embedding_scale,
         taps,
         places,
         block_positions(places, anchors, spec.block_size).flatten(),

@@ -14,6 +14,8 @@ from draftline.config import DrafterSpec
 from draftline.errors import CheckpointError
 
 ARCHITECTURE = "DFlashDraftModel"
+OWN_KEYS = "draftline"
+"""Key of what only Draftline records; other readers keep keys that they do not know and use none of them."""
 
 PLAIN_KEYS = {
     "hidden_size": "hidden_size",
@@ -64,6 +66,7 @@ def spec_from_config(
         "bos_token_id": _first(merged.get("bos_token_id")),
         "eos_token_id": _first(merged.get("eos_token_id")),
         "pad_token_id": merged.get("pad_token_id"),
+        "tokenizer_sha256": (config.get(OWN_KEYS) or {}).get("tokenizer_sha256"),
         **_attention(merged),
     }
     try:
@@ -156,6 +159,7 @@ def _from_speculators(config: dict[str, Any], source: str) -> dict[str, Any]:
     both_ways = bool(config.get("sliding_window_non_causal"))  # full layers are so in any case
     return {
         **layer,
+        OWN_KEYS: config.get(OWN_KEYS),
         "architectures": [ARCHITECTURE],
         "sample_from_anchor": config.get("sample_from_anchor"),
         "num_target_layers": None,

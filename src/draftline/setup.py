@@ -18,6 +18,7 @@ from draftline.data.report import print_report
 from draftline.data.rows import RowShape, RowSource
 from draftline.data.store import TokenStore, open_store, read_manifest
 from draftline.drafter.step import distinct_windows
+from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
 from draftline.pipeline.job import Job, max_documents
 from draftline.pipeline.plan import make_plan
@@ -25,6 +26,7 @@ from draftline.pipeline.schedule import Schedule
 from draftline.target.inspect import resolve_spec, stop_token_ids
 from draftline.target.load import load_target, load_tokenizer, read_target_config, text_config
 from draftline.target.selftest import choose_form
+from draftline.warm_start import WarmStart, load_warm_start
 
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
 """Paper, section 5."""
@@ -90,6 +92,9 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
     )
     for line in (*plan.describe(), f"target      {form.form} rows: {form.reason}"):
         screen.say(line)
+    start = load_warm_start(config.drafter, spec, config.output)
+    if start is not None:
+        screen.say(f"warm start  from {start.source}, weights {start.sha256[:12]}")
     boundaries = {config.checkpoint.every, config.evaluation.every or config.checkpoint.every}
     job = Job(
         spec=spec,
@@ -105,8 +110,10 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
         deadlines=config.deadlines,
         boundaries=frozenset(boundaries),
         seed=config.seed,
+        initial=start and start.weights,
     )
-    return Prepared(job, _identity(config, spec, schedule, store), frozenset(stops))
+    screen.say(prove_start(job).describe())
+    return Prepared(job, _identity(config, spec, schedule, store, start), frozenset(stops))
 
 
 def open_or_prepare(
@@ -132,10 +139,17 @@ def _num_steps(config: RunConfig, source: RowSource) -> int:
     return math.ceil(source.rows_in(config.optim.epochs) / config.optim.rows_per_step)
 
 
-def _identity(config: RunConfig, spec: DrafterSpec, schedule: Schedule, store: TokenStore) -> Identity:
+def _identity(
+    config: RunConfig, spec: DrafterSpec, schedule: Schedule, store: TokenStore, start: WarmStart | None
+) -> Identity:
     """What a checkpoint must share with a run that resumes it: all that shapes the result."""
     shared = config.model_dump(mode="json", include={"target", "seed", "rows", "loss", "optim"})
     return Identity(
-        config={**shared, "drafter": spec.model_dump(mode="json"), "num_steps": schedule.num_steps},
+        config={
+            **shared,
+            "drafter": spec.model_dump(mode="json"),
+            "num_steps": schedule.num_steps,
+            "initial_weights": start and start.sha256,  # by content: the folder may move
+        },
         data={"key": store.manifest["key"], "documents": len(store)},
     )

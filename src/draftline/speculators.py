@@ -13,6 +13,7 @@ from typing import Any
 
 from draftline.config import DrafterSpec
 from draftline.errors import ConfigError
+from draftline.published import OWN_KEYS
 
 VERSION = "0.9.0"
 """Version of the library whose format this is."""
@@ -60,6 +61,8 @@ def speculators_config_json(spec: DrafterSpec, verifier: Verifier) -> str:
             },
         },
     }
+    if spec.tokenizer_sha256 is not None:
+        config[OWN_KEYS] = {"tokenizer_sha256": spec.tokenizer_sha256}
     return json.dumps(config, indent=2) + "\n"
 
 

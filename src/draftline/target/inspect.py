@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from draftline.config import DrafterConfig, DrafterSpec
+from draftline.data.fingerprint import hash_tokenizer
 from draftline.errors import ConfigError
 from draftline.target.load import text_config
 
@@ -140,6 +141,7 @@ def resolve_spec(
         bos_token_id=_single(tokenizer.bos_token_id),
         eos_token_id=_single(tokenizer.eos_token_id),
         pad_token_id=_single(tokenizer.pad_token_id),
+        tokenizer_sha256=hash_tokenizer(tokenizer),
     )
 
 

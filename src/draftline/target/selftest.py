@@ -23,7 +23,7 @@ from draftline.target.forward import Form, TappedForward, decoder_layers, share_
 from draftline.target.load import text_config
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Distance between a document's taps in a row and alone that is rounding, not a leak; see `_distance`."""
+"""Distance between a document's taps in a row and alone that is rounding, not a leak; see `distance`."""
 TEST_LENGTHS = (37, 61, 45)
 TEST_BUDGET = 256
 
@@ -98,14 +98,14 @@ def _measure(model: PreTrainedModel, taps: tuple[int, ...], form: Form) -> _Figu
     moved = _run(forward, _row([others[0], documents[1], others[2]]))
     middle = slice(row.starts[1], row.starts[2])
     distances = [
-        _distance(there[start:stop], states, len(taps))
+        distance(there[start:stop], states, len(taps))
         for start, stop, states in zip(
             row.starts, row.starts[1:], _alone(model, taps, documents), strict=False
         )
     ]
     return _Figures(
         leak=float((there[middle] - moved[middle]).abs().max()),
-        drift=float(_distance(moved[middle], there[middle], len(taps))),
+        drift=float(distance(moved[middle], there[middle], len(taps))),
         distance=float(torch.stack(distances).max()),
     )
 
@@ -145,7 +145,7 @@ def _keep(seen: dict[int, Tensor], tap: int, output: Any) -> None:
     seen[tap] = output[0] if isinstance(output, tuple) else output
 
 
-def _distance(a: Tensor, b: Tensor, num_taps: int) -> Tensor:
+def distance(a: Tensor, b: Tensor, num_taps: int) -> Tensor:
     """How far taps a are from b, both [tokens, K * D]: relative L2 of each token and tap, root mean square over
     tokens, largest over taps []. Each token by itself, because in trained targets the first one is often a
     thousand times larger than the others and would hide them."""
