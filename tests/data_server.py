@@ -28,6 +28,8 @@ class Chat:
     takes_token_ids: bool = False
     seen: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    """What every request showed to be let in."""
     in_work: int = 0
     most_in_work: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -59,6 +61,7 @@ def serving(chat: Chat) -> Iterator[str]:
             self._send(200, {"data": [{"id": name} for name in chat.models]})
 
         def do_POST(self) -> None:
+            chat.keys.append(self.headers["Authorization"])
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self._send(*chat.answer(body))
 

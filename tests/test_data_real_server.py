@@ -49,7 +49,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(["src", ".", *sys.path
 
 def run(url: str, source: Path, out: Path) -> int:
     where = ServerOptions(url=url, concurrency=4, retries=1, first_delay_s=0.1)
-    writer = ServerWriter(Server(where, SAMPLING), where)
+    writer = ServerWriter(Server(where, SAMPLING))
     return regenerate(source, writer, out, SAMPLING, RegenerateOptions(give_up_after=3)).written
 
 

@@ -50,7 +50,7 @@ def run(
 ) -> RegenerateReport:
     sampling = sampling or Sampling(max_new_tokens=64)
     where = ServerOptions(url=url, first_delay_s=0.01, **({"concurrency": 4} | server))
-    writer = ServerWriter(Server(where, sampling), where)
+    writer = ServerWriter(Server(where, sampling))
     return regenerate(source, writer, out, sampling, options, progress=progress)
 
 

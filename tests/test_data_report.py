@@ -141,7 +141,9 @@ def test_a_store_is_inspected_with_the_tokenizer_that_made_it_on_screen_or_as_a_
     stream = io.StringIO()
     console = Console(file=stream, width=100)
     shown = inspect_store(store.path, tokenizer, console, source=2)
-    assert shown["documents"] == [1, 2]
+    assert [row["document"] for row in shown["documents"]] == [1, 2]
+    first = shown["documents"][0]
+    assert (first["source"], first["segments"][-1]) == (2, {"text": "first<|im_end|>", "supervised": True})
     assert "[[first<|im_end|>]]" in stream.getvalue()
     inspect_store(store.path, tokenizer, console, document=0, page=tmp_path / "page.html")
     assert "<mark>There are three" in (tmp_path / "page.html").read_text()

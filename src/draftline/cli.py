@@ -14,10 +14,19 @@ import cyclopts
 import torch
 from cyclopts import App, Parameter
 from pydantic import ValidationError
+from rich.console import Console
 
 from draftline import __version__
 from draftline.config import RunConfig, TargetConfig, explain
 from draftline.console import Screen
+from draftline.data.options import (
+    LocalOptions,
+    PrepareOptions,
+    RegenerateOptions,
+    RequestOptions,
+    SynthesizeOptions,
+)
+from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError
 
 app = App(
@@ -28,6 +37,8 @@ app = App(
 
 Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
+PREPARE, REGENERATE, REQUESTS = PrepareOptions(), RegenerateOptions(), RequestOptions()
+SAMPLING, LOCAL = Sampling(), LocalOptions()
 
 
 def main() -> None:
@@ -97,7 +108,7 @@ def prepare(
     out: Path,
     *,
     target: str,
-    max_length: int = 4096,
+    options: Annotated[PrepareOptions, Parameter(name="*")] = PREPARE,
     overwrite: bool = False,
     json_output: JsonFlag = False,
 ) -> None:
@@ -106,21 +117,24 @@ def prepare(
     Parameters
     ----------
     source
-        Chat JSONL (also .gz), Parquet, a folder of these, or a hub data set.
+        Chat JSONL (also .gz), Parquet, a folder of these, a hub data set, or builtin:all.
     out
         Folder of the token store; free when nothing has changed.
     target
         Model whose tokenizer and chat template are used.
-    max_length
-        Tokens: a longer conversation is clipped, and counted.
     overwrite
         Replace a store that was made for another tokenizer.
     json_output
         Print the report as one JSON object.
     """
-    from draftline.commands import prepare_store  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.data.commands import prepare_store  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.data.report import print_report  # noqa: PLC0415
 
-    prepare_store(source, out, _target(target), max_length, overwrite=overwrite, json_output=json_output)
+    report = prepare_store(source, out, _target(target), options, Screen(), overwrite=overwrite)
+    if json_output:
+        _print(report.to_json(), json_output=True)
+    else:
+        print_report(report, Console())
 
 
 @app.command
@@ -129,9 +143,12 @@ def regenerate(
     out: Path,
     *,
     url: str | None = None,
+    model: str | None = None,
     target: str | None = None,
-    max_new_tokens: int = 2048,
-    temperature: float | None = None,
+    sampling: Annotated[Sampling, Parameter(name="*")] = SAMPLING,
+    options: Annotated[RegenerateOptions, Parameter(name="*")] = REGENERATE,
+    requests: Annotated[RequestOptions, Parameter(name="*")] = REQUESTS,
+    local: Annotated[LocalOptions, Parameter(name="*")] = LOCAL,
     json_output: JsonFlag = False,
 ) -> None:
     """Let the target itself answer the prompts of a source; the same command goes on after a kill.
@@ -139,54 +156,94 @@ def regenerate(
     Parameters
     ----------
     source
-        Chats or prompts, as `draftline prepare` reads them; answers in it are replaced.
+        Chats or prompts, as `draftline prepare` reads them, or builtin:all; answers in it are replaced.
     out
         JSONL file of the conversations, also the journal.
     url
         OpenAI-compatible server, such as http://localhost:8000/v1.
+    model
+        Name of the model on the server; none takes the only one that it lists.
     target
         Model to run in this process instead, for small ones.
-    max_new_tokens
-        Longest answer.
-    temperature
-        0 is greedy; none takes the target's own default.
     json_output
         Print the report as one JSON object.
     """
-    from draftline.commands import regenerate_answers  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.data.commands import (  # noqa: PLC0415 - transformers takes seconds to import
+        changed_flags,
+        regenerate_answers,
+        server_options,
+    )
 
-    model = _target(target) if target is not None else None
-    report = regenerate_answers(source, out, url, model, max_new_tokens, temperature)
-    _print(report, json_output=json_output)
+    server = server_options(url, model, requests)
+    if (server is None) == (target is None):
+        raise ConfigError("name either --url (an OpenAI-compatible server) or --target (a model to run here)")
+    if server is not None and (flags := changed_flags(local)):
+        raise ConfigError(f"{', '.join(flags)} are for a model that runs here (--target); leave them out")
+    writer = server or _target(target or "")
+    report = regenerate_answers(source, out, writer, local, sampling, options, Screen())
+    _print(report.to_json(), json_output=json_output)
 
 
 @app.command
 def synthesize(
-    out: Path, *, target: str, count: int, temperature: float = 1.0, json_output: JsonFlag = False
+    out: Path,
+    *,
+    target: str,
+    options: Annotated[SynthesizeOptions, Parameter(name="*")],
+    url: str | None = None,
+    model: str | None = None,
+    requests: Annotated[RequestOptions, Parameter(name="*")] = REQUESTS,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    seed: int = 0,
+    json_output: JsonFlag = False,
 ) -> None:
     """Let the target write user turns itself, from nothing but its chat template; filtered and distinct.
 
     Parameters
     ----------
     out
-        JSONL file of prompts.
+        JSONL file of prompts; the same command goes on after a kill.
     target
-        Model to run in this process.
-    count
-        Prompts wanted.
+        Model to run in this process, or the one that --url serves: its chat template is read here.
+    url
+        OpenAI-compatible server with text completions, such as http://localhost:8000/v1.
+    model
+        Name of the model on the server; none takes the only one that it lists.
+    max_new_tokens
+        Tokens after which a turn that has not ended is left out.
     temperature
+        Of the sampling; higher is more varied.
+    top_p
+        Nucleus; none takes the target's own default.
+    seed
         Of the sampling.
     json_output
         Print the report as one JSON object.
     """
-    from draftline.commands import synthesize_prompts  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.data.commands import (  # noqa: PLC0415 - transformers takes seconds to import
+        server_options,
+        synthesize_prompts,
+    )
 
-    _print(synthesize_prompts(out, _target(target), count, temperature), json_output=json_output)
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+    server = server_options(url, model, requests)
+    report = synthesize_prompts(out, _target(target), server, sampling, seed, options, Screen())
+    _print(report.to_json(), json_output=json_output)
 
 
 @app.command
-def inspect(store: Path, *, target: str, document: int | None = None, source: int | None = None) -> None:
-    """Show a document of a token store with what the drafter learns from marked.
+def inspect(
+    store: Path,
+    *,
+    target: str,
+    document: int | None = None,
+    source: int | None = None,
+    html: Path | None = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show documents of a token store, the first three or those asked for, with what the drafter learns marked.
 
     Parameters
     ----------
@@ -197,11 +254,22 @@ def inspect(store: Path, *, target: str, document: int | None = None, source: in
     document
         Number of the document.
     source
-        Number of a source row instead; shows every document made from it.
+        Number of a source row instead, from 0; shows every document made from it.
+    html
+        HTML file to write instead of printing.
+    json_output
+        Print the documents as one JSON object.
     """
-    from draftline.commands import inspect_store  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.data.commands import inspect_store  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.target.load import load_tokenizer  # noqa: PLC0415
 
-    inspect_store(store, _target(target), document, source)
+    console = None if json_output else Console()
+    tokenizer = load_tokenizer(_target(target))
+    shown = inspect_store(store, tokenizer, console, document=document, source=source, page=html)
+    if json_output:
+        _print(shown, json_output=True)
+    elif html is not None:
+        print(f"{html}: {len(shown['documents'])} of {shown['store_documents']} documents")
 
 
 @app.command

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from draftline.config import DrafterSpec, TargetConfig
-from draftline.data.commands import regenerate_by_server, regenerate_here, synthesize_here
-from draftline.data.fingerprint import hash_tokenizer
-from draftline.data.inspect import print_documents, select_documents
-from draftline.data.prepare import PrepareOptions, prepare
-from draftline.data.regenerate import RegenerateOptions
-from draftline.data.report import print_report
-from draftline.data.sampling import Sampling
-from draftline.data.server import ServerOptions
-from draftline.data.store import open_store
-from draftline.data.synthesize import SynthesizeOptions
 from draftline.decode import collect, decode_events
 from draftline.drafter.model import Drafter
-from draftline.errors import ConfigError
 from draftline.evaluate import compare, evaluate, reference_answers
 from draftline.export import export_drafter
 from draftline.greedy import Limit
@@ -32,62 +20,7 @@ from draftline.pipeline.plan import available_devices
 from draftline.prompts import chat_prompt, load_prompts
 from draftline.render import LEGEND, styled_steps
 from draftline.target.inspect import stop_token_ids
-from draftline.target.load import Target, load_target, load_tokenizer
-
-
-def prepare_store(
-    source: str, out: Path, target: TargetConfig, max_length: int, *, overwrite: bool, json_output: bool
-) -> None:
-    """Prepare and print the report."""
-    options = PrepareOptions(max_length=max_length)
-    report = prepare(source, load_tokenizer(target), out, options, overwrite=overwrite)
-    if json_output:
-        print(json.dumps(report.to_json()))
-    else:
-        print_report(report, Console())
-
-
-def regenerate_answers(
-    source: str,
-    out: Path,
-    url: str | None,
-    target: TargetConfig | None,
-    max_new_tokens: int,
-    temperature: float | None,
-) -> dict[str, Any]:
-    """The target's own answers, by a server or in this process.
-
-    Raises:
-        ConfigError: neither or both of server and target are named.
-    """
-    if (url is None) == (target is None):
-        raise ConfigError("name either --url (an OpenAI-compatible server) or --target (a model to run here)")
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
-    path, options = builtin_prompts(source), RegenerateOptions()
-    if url is not None:
-        return asdict(regenerate_by_server(path, out, ServerOptions(url=url), sampling, options))
-    assert target is not None
-    loaded = load_target(target, available_devices()[0])
-    return asdict(regenerate_here(path, out, loaded.model, loaded.tokenizer, loaded.name, sampling, options))
-
-
-def synthesize_prompts(out: Path, target: TargetConfig, count: int, temperature: float) -> dict[str, Any]:
-    """User turns written by the target itself."""
-    loaded = load_target(target, available_devices()[0])
-    sampling = Sampling(max_new_tokens=256, temperature=temperature)
-    options = SynthesizeOptions(count=count)
-    return asdict(synthesize_here(out, loaded.model, loaded.tokenizer, loaded.name, sampling, options))
-
-
-def inspect_store(store: Path, target: TargetConfig, document: int | None, source: int | None) -> None:
-    """Print documents with what the target wrote marked.
-
-    Raises:
-        DataError: no such document, or the store was made for another tokenizer.
-    """
-    tokenizer = load_tokenizer(target)
-    opened = open_store(store, hash_tokenizer(tokenizer))
-    print_documents(Console(), opened, tokenizer, select_documents(opened, document=document, source=source))
+from draftline.target.load import Target, load_target
 
 
 def load_pair(drafter: Path, target: TargetConfig) -> tuple[Target, Drafter]:

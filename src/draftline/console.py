@@ -23,15 +23,15 @@ class Screen:
         """A line for a person."""
         self.console.print(text, markup=False)
 
-    def progress(self, what: str, total: int, done: int = 0) -> Bar:
-        """A progress bar, as a context manager."""
+    def progress(self, what: str, total: int | None, done: int = 0) -> Bar:
+        """A progress bar, as a context manager; `total` None where the end is not known."""
         return Bar(self.console, what, total, done)
 
 
 class Bar:
-    """Progress of something with a known end: live on a terminal, a line every few seconds elsewhere."""
+    """Progress of something: live on a terminal, a line every few seconds elsewhere."""
 
-    def __init__(self, console: Console, what: str, total: int, done: int) -> None:
+    def __init__(self, console: Console, what: str, total: int | None, done: int) -> None:
         self._console, self._what, self._total, self._start = console, what, total, done
         self._last = time.monotonic()
         self._live = Progress(
@@ -61,4 +61,5 @@ class Bar:
         due = now - self._last >= PLAIN_EVERY_S or done == self._total
         if not self._console.is_terminal and due:
             self._last = now
-            self._console.print(f"{self._what} {done}/{self._total}  {detail}", markup=False)
+            of = "" if self._total is None else f"/{self._total}"
+            self._console.print(f"{self._what} {done}{of}  {detail}", markup=False)

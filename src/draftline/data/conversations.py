@@ -10,9 +10,11 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftline.data.reasons import Reason, UnusableRow
+from draftline.errors import ConfigError
 
 KNOWN_FORMS = (
     "messages=[{role, content}], conversations=[{from, value}], prompt + response, prompt + completion, "
@@ -98,6 +100,21 @@ def parse_record(record: Any) -> Conversation | TokenRow:
         return TokenRow(_joined_turns(record), _is_truncated(record))
     messages = [_message(raw) for raw in _raw_messages(record)]
     return Conversation(tuple(messages), _tools(record.get("tools")), _is_truncated(record))
+
+
+def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
+    """Tool definitions of a JSON file: a list, or one.
+
+    Raises:
+        ConfigError: the file cannot be read or holds none.
+    """
+    try:
+        tools = _tools(json.loads(path.read_text(encoding="utf-8-sig")))
+    except (OSError, ValueError, UnusableRow) as error:
+        raise ConfigError(f"the tools of {path} cannot be read: {error}") from None
+    if tools is None:
+        raise ConfigError(f"{path} holds no tools; give a JSON list of tool definitions")
+    return tools
 
 
 def trim_to_last_answer(conversation: Conversation) -> Conversation:

@@ -12,6 +12,8 @@ from draftline.data.reasons import Reason, UnusableRow
 from draftline.data.sources import Source
 from draftline.errors import DataError
 
+Tools = tuple[dict[str, Any], ...]
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -44,7 +46,7 @@ class Dialogue:
     id: str
     source: int
     """Number of the row in the source."""
-    tools: tuple[dict[str, Any], ...] | None
+    tools: Tools | None
     segments: tuple[tuple[dict[str, Any], ...], ...]
     """The turns before each answer, from the end of the answer before it."""
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -82,13 +84,14 @@ class Dialogue:
 
 
 def read_dialogues(
-    source: Source, turns: Literal["all", "last"], skipped: Counter[Reason]
+    source: Source, turns: Literal["all", "last"], tools: Tools | None, skipped: Counter[Reason]
 ) -> Iterator[Dialogue]:
     """The rows of a source as dialogues without answers. Rows with the same turns get different ids.
 
     Args:
         source: conversations, or prompts alone.
         turns: write every answer anew, or only the last after the given ones.
+        tools: offered in conversations that name none.
         skipped: rows that hold no prompt are counted here.
 
     Raises:
@@ -98,7 +101,7 @@ def read_dialogues(
     for chunk in source.chunks():
         for offset, record in chunk.records():
             try:
-                dialogue = _dialogue(record, turns, chunk.source + offset, seen)
+                dialogue = _dialogue(record, turns, tools, chunk.source + offset, seen)
             except UnusableRow as unusable:
                 if unusable.reason.malformed:
                     raise DataError(f"{chunk.where(offset)}: {unusable}") from None
@@ -107,16 +110,19 @@ def read_dialogues(
             yield dialogue
 
 
-def _dialogue(record: Any, turns: Literal["all", "last"], source: int, seen: Counter[str]) -> Dialogue:
+def _dialogue(
+    record: Any, turns: Literal["all", "last"], tools: Tools | None, source: int, seen: Counter[str]
+) -> Dialogue:
     if isinstance(record, UnusableRow):
         raise record
     row = parse_record(record)
     if not isinstance(row, Conversation):
         raise UnusableRow(Reason.NOT_A_ROW, "token ids; answers can be written to text only")
     segments = split_into_segments(row.messages, turns)
-    key = Conversation(tuple(message for segment in segments for message in segment), row.tools).key
+    tools = row.tools or tools
+    key = Conversation(tuple(message for segment in segments for message in segment), tools).key
     seen[key] += 1
-    return Dialogue(f"{key}-{seen[key]}", source, row.tools, segments)
+    return Dialogue(f"{key}-{seen[key]}", source, tools, segments)
 
 
 def split_into_segments(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ class RowLimits:
     max_length: int
     keep_truncated: bool
     stop_on_malformed: bool
+    tools: tuple[dict[str, Any], ...] | None = None
+    """Offered in conversations that name none."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class RowEncoder:
             documents = [token_document(text, self._vocab_size) for text in row.documents]
             notes[Note.NO_END] += not row.truncated and not self._ends(documents[-1])
         else:
-            documents, more = encode(self._template, row)
+            documents, more = encode(self._template, replace(row, tools=row.tools or self._limits.tools))
             notes += more
         kept = self._clipped(documents, notes)
         tally.notes += notes
@@ -114,7 +116,7 @@ class RowEncoder:
 
     def _count_dropped(self, tally: Tally, unusable: UnusableRow, where: str, record: Any) -> None:
         if unusable.reason.malformed and self._limits.stop_on_malformed:
-            raise DataError(f"{where}: {unusable}; on_error=skip counts such rows and goes on")
+            raise DataError(f"{where}: {unusable}; --on-error skip counts such rows and goes on")
         tally.dropped[unusable.reason] += 1
         tally.examples.setdefault(
             unusable.reason, f"{where}: {unusable.detail}" if unusable.detail else where

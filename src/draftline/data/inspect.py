@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -90,6 +91,25 @@ def select_documents(store: TokenStore, *, document: int | None, source: int | N
     if not len(found):
         raise DataError(f"source row {source} gave no document; report.json says why rows were dropped")
     return found.tolist()
+
+
+def describe_documents(
+    store: TokenStore, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Documents as plain JSON values: where each came from, and its text cut where supervision changes."""
+    described = list[dict[str, Any]]()
+    for number in numbers:
+        entry = store.entry(number)
+        described.append(
+            {
+                "document": number,
+                "source": entry.source,
+                "tokens": len(entry.document),
+                "supervised": int(entry.document.supervised.sum()),
+                "segments": [asdict(part) for part in segments(tokenizer, entry.document)],
+            }
+        )
+    return described
 
 
 def write_html(

@@ -12,19 +12,19 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from draftline.config import Frozen
+from draftline.data.conversations import read_tools
 from draftline.data.encode_rows import EncodedChunk, RowEncoder, RowLimits
 from draftline.data.fingerprint import hash_json, hash_tokenizer
+from draftline.data.options import PrepareOptions
 from draftline.data.report import PrepareReport, build_report
 from draftline.data.sources import Chunk, Source, resolve_source
 from draftline.data.store import FORMAT, StoreWriter, open_store, read_manifest
 from draftline.data.tally import Tally
-from draftline.data.template import ChatTemplate, TemplateOptions, stop_token_ids
+from draftline.data.template import ChatTemplate, TemplateOptions, read_template, stop_token_ids
 from draftline.errors import DataError, DiskFullError
 
 PARALLEL_BYTES = 8 << 20
@@ -33,39 +33,6 @@ _EARLY_ROWS = 2000
 """Rows after which a source whose answers cannot be marked is given up, instead of at its end."""
 _QUEUED = 3
 """Chunks in flight for each worker."""
-
-
-class PrepareOptions(Frozen):
-    """How conversations become documents."""
-
-    max_length: int = Field(default=4096, ge=2)
-    """Tokens: a longer document is clipped, and counted."""
-    thinking: Literal["auto", "on", "off"] = "auto"
-    """The template's thinking switch: on, off, or by whether the answer itself holds reasoning."""
-    turns: Literal["all", "last"] = "all"
-    """Supervise every answer of a conversation, or the last only."""
-    truncated: Literal["keep", "drop"] = "keep"
-    """What to do with answers that a length limit cut off."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """A line that is not a conversation stops the preparation, or is counted and skipped."""
-    max_unmasked_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of rows without a supervised token above which the template is taken to be wrong."""
-    template: str | None = None
-    """Jinja text to use instead of the tokenizer's chat template."""
-    template_variables: dict[str, Any] = Field(default_factory=dict)
-    """Further variables for the template, as the server will be given them."""
-    stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end the target's answer, besides the tokenizer's eos; none reads generation_config.json
-    beside the tokenizer."""
-    workers: int | None = Field(default=None, ge=1)
-    """Processes; none takes every core when the source is worth it. The store does not depend on it."""
-
-    def template_options(self, tokenizer: PreTrainedTokenizerBase) -> TemplateOptions:
-        """The part that rendering needs, with the stop tokens looked up."""
-        stops = self.stop_token_ids
-        if stops is None:
-            stops = stop_token_ids(tokenizer.name_or_path)
-        return TemplateOptions(self.thinking, self.turns, self.template_variables, self.template, stops)
 
 
 @dataclass(frozen=True)
@@ -80,7 +47,7 @@ class Progress:
 
 
 def prepare(
-    source: str | Path,
+    source: str | Path | Source,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
     options: PrepareOptions | None = None,
@@ -104,19 +71,21 @@ def prepare(
     Raises:
         DataError: a malformed line (named by file and line), no row kept, answers that cannot be marked in
             too many rows, or `out` belongs to another tokenizer or is not a store.
+        ConfigError: the file of a template or of tools cannot be read.
         DiskFullError: there is no room for the store.
     """
     options = options or PrepareOptions()
-    resolved = resolve_source(source)
-    template = ChatTemplate(tokenizer, options.template_options(tokenizer))
-    manifest = _manifest(resolved, tokenizer, template, options)
+    resolved = source if isinstance(source, Source) else resolve_source(source)
+    template = ChatTemplate(tokenizer, template_options(tokenizer, options))
+    limits = row_limits(options)
+    manifest = _manifest(resolved, tokenizer, template, limits, options)
     if _is_current(out, manifest, overwrite=overwrite):
         return PrepareReport.read(out / "report.json")
     started = time.monotonic()
     tally = Tally()
     try:
         with StoreWriter(out) as writer:
-            for chunk, encoded in _encoded_chunks(resolved, template, options):
+            for chunk, encoded in _encoded_chunks(resolved, template, limits, options.workers):
                 writer.append(encoded.batch)
                 tally.add(encoded.tally)
                 _refuse_unmasked(tally, options, at_end=False)
@@ -133,15 +102,43 @@ def prepare(
     return report
 
 
+def template_options(tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> TemplateOptions:
+    """The part that rendering needs, with the stop tokens looked up and the template's file read.
+
+    Raises:
+        ConfigError: the template's file cannot be read.
+    """
+    stops = options.stop_token_ids
+    if stops is None:
+        stops = stop_token_ids(tokenizer.name_or_path)
+    text = None if options.template is None else read_template(options.template)
+    return TemplateOptions(options.thinking, options.turns, options.template_variables, text, stops)
+
+
+def row_limits(options: PrepareOptions) -> RowLimits:
+    """The part that one row needs, with the tools' file read.
+
+    Raises:
+        ConfigError: the tools' file cannot be read.
+    """
+    tools = None if options.tools is None else read_tools(options.tools)
+    return RowLimits(options.max_length, options.truncated == "keep", options.on_error == "stop", tools)
+
+
 def _manifest(
-    source: Source, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, options: PrepareOptions
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
+    limits: RowLimits,
+    options: PrepareOptions,
 ) -> dict[str, Any]:
     made_from = {
         "tokenizer": hash_tokenizer(tokenizer),
         "template": hash_json([template.source, template.options.stop_token_ids]),
         "source": source.content_hashes(),
-        # The number of processes does not change a byte of the store.
-        "options": options.model_dump(mode="json", exclude={"workers"}),
+        "tools": limits.tools,
+        # The number of processes does not change a byte of the store; files count by what they hold.
+        "options": options.model_dump(mode="json", exclude={"workers", "template", "tools"}),
     }
     key = hash_json({"format": FORMAT, **made_from})
     return {"key": key, **made_from, "tokenizer_name": tokenizer.name_or_path, "source_name": source.name}
@@ -159,7 +156,7 @@ def _is_current(out: Path, manifest: dict[str, Any], *, overwrite: bool) -> bool
         raise DataError(
             f"{out} was made for tokenizer {found['tokenizer'][:16]} ({found['tokenizer_name']}), this one "
             f"is {manifest['tokenizer'][:16]} ({manifest['tokenizer_name']}); give another output folder, or "
-            "overwrite"
+            "--overwrite"
         )
     if found["key"] != manifest["key"]:
         return False
@@ -168,10 +165,9 @@ def _is_current(out: Path, manifest: dict[str, Any], *, overwrite: bool) -> bool
 
 
 def _encoded_chunks(
-    source: Source, template: ChatTemplate, options: PrepareOptions
+    source: Source, template: ChatTemplate, limits: RowLimits, asked: int | None
 ) -> Iterator[tuple[Chunk, EncodedChunk]]:
-    limits = RowLimits(options.max_length, options.truncated == "keep", options.on_error == "stop")
-    workers = options.workers or _workers_for(source)
+    workers = asked or _workers_for(source)
     if workers == 1:
         encoder = RowEncoder(template, limits)
         for chunk in source.chunks():
@@ -183,7 +179,7 @@ def _encoded_chunks(
             yield from _in_order(pool, source.chunks(), workers * _QUEUED)
         except BrokenProcessPool:
             raise DataError(
-                "a preparing process died (out of memory?); use fewer (workers=...), or one to see why"
+                "a preparing process died (out of memory?); use fewer (--workers N), or one to see why"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -234,7 +230,7 @@ def _refuse_unmasked(tally: Tally, options: PrepareOptions, *, at_end: bool) -> 
         )
         raise DataError(
             f"{tally.unmasked} of {tally.rows} rows ({share:.0%}) have no supervised token, more than "
-            f"max_unmasked_share={options.max_unmasked_share:.0%}: {reasons}\none of them reads:\n"
+            f"--max-unmasked-share={options.max_unmasked_share:.0%}: {reasons}\none of them reads:\n"
             f"{tally.unmasked_text}"
         )
 

@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from pydantic import Field
-
-from draftline.config import Frozen
-from draftline.data.dialogue import Dialogue, read_dialogues
+from draftline.data.conversations import content_key, read_tools
+from draftline.data.dialogue import Dialogue, Tools, read_dialogues
 from draftline.data.journal import Journal
+from draftline.data.options import RegenerateOptions
 from draftline.data.reasons import Reason
 from draftline.data.sampling import Sampling
 from draftline.data.server import Failed
@@ -38,17 +37,6 @@ class Writer(Protocol):
         ...
 
 
-class RegenerateOptions(Frozen):
-    """Which answers are written, and when to give up."""
-
-    turns: Literal["all", "last"] = "all"
-    """Write every answer of a conversation anew, or only the last, after the given ones."""
-    give_up_after: int = Field(default=10, ge=1)
-    """Failures in a row that end the run with the server's words."""
-    limit: int | None = Field(default=None, ge=1)
-    """Rows to write at most; none means all."""
-
-
 @dataclass
 class RegenerateReport:
     """What happened to the rows of the source."""
@@ -64,6 +52,10 @@ class RegenerateReport:
     first_failure: str = ""
     skipped: Counter[Reason] = field(default_factory=Counter)
     """Rows without a prompt."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**vars(self), "skipped": {str(reason): count for reason, count in self.skipped.items()}}
 
 
 def regenerate(
@@ -81,19 +73,22 @@ def regenerate(
 
     Raises:
         ServerError: `give_up_after` failures in a row, with the server's last words.
-        ConfigError: `out` was made with other settings (they are named).
+        ConfigError: `out` was made with other settings (they are named), or the tools' file cannot be read.
         DataError: a malformed row, by file and line.
         FolderInUseError: another process writes `out`.
     """
     options = options or RegenerateOptions()
     if out.suffix != ".jsonl":
         raise ConfigError(f"output {out} must end in .jsonl")
+    tools = None if options.tools is None else read_tools(options.tools)
     made_by = {**writer.made_by(), **sampling.model_dump(mode="json"), "turns": options.turns}
+    if tools is not None:
+        made_by["tools"] = content_key(tools)
     report = RegenerateReport()
     in_a_row = 0
     with Journal(out, made_by) as journal:
         resolved = source if isinstance(source, Source) else resolve_source(source)
-        dialogues = _remaining(resolved, journal.ids, options, report)
+        dialogues = _remaining(resolved, journal.ids, options, tools, report)
         for outcome in writer.finish(dialogues):
             if isinstance(outcome, Failed):
                 in_a_row += 1
@@ -109,9 +104,13 @@ def regenerate(
 
 
 def _remaining(
-    source: Source, done: set[str], options: RegenerateOptions, report: RegenerateReport
+    source: Source,
+    done: set[str],
+    options: RegenerateOptions,
+    tools: Tools | None,
+    report: RegenerateReport,
 ) -> Iterator[Dialogue]:
-    dialogues = read_dialogues(source, options.turns, report.skipped)
+    dialogues = read_dialogues(source, options.turns, tools, report.skipped)
     for dialogue in itertools.islice(dialogues, options.limit):
         if dialogue.id in done:
             report.already_there += 1

@@ -10,42 +10,21 @@ import random
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import Field
-
-from draftline.config import Frozen
 from draftline.data.dialogue import Answer, Dialogue
+from draftline.data.options import ServerOptions
 from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, ServerError
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+T = TypeVar("T")
+U = TypeVar("U")
 _WORDS = 500
 """Characters of a server's reply that an error shows."""
-
-
-class ServerOptions(Frozen):
-    """Where the server is and how hard it is used."""
-
-    url: str
-    """Base address, such as http://localhost:8000/v1."""
-    model: str | None = None
-    """Name of the model; none takes the only one that the server lists."""
-    concurrency: int = Field(default=64, ge=1)
-    """Requests in flight."""
-    retries: int = Field(default=5, ge=0)
-    """Further tries of a request that failed for a passing reason."""
-    first_delay_s: float = Field(default=1.0, ge=0)
-    """Seconds before the first of them; doubled for each that follows, at most a minute."""
-    timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds one request may take."""
-    api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the server's key, if it wants one."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of every request."""
 
 
 class RequestFailedError(Exception):
@@ -79,7 +58,8 @@ class Server:
         """
         if not options.url.startswith(("http://", "https://")):
             raise ConfigError(f"server url {options.url!r} does not begin with http:// or https://")
-        self._options = options
+        self.options = options
+        """How it is used."""
         self._url = options.url.rstrip("/")
         self._sampling = sampling
         try:
@@ -87,6 +67,29 @@ class Server:
             self.gives_token_ids = self._probe_token_ids()
         except RequestFailedError as failed:
             raise ServerError(f"the server at {self._url} cannot be used: {failed}") from None
+
+    def patiently(self, ask: Callable[[], T], stop: threading.Event) -> T:
+        """Ask, and ask again while the reason of a failure may pass: with doubled and scattered delays.
+
+        Args:
+            ask: one request, such as `lambda: server.answer(dialogue)`.
+            stop: ends the wait for a further try.
+
+        Raises:
+            RequestFailedError: that of the last try.
+        """
+        for attempt in range(self.options.retries):
+            try:
+                return ask()
+            except RequestFailedError as failed:
+                if not failed.passing:
+                    raise
+                delay = min(60.0, self.options.first_delay_s * 2**attempt)
+                # Scattered so that requests that failed together do not come back together.
+                scattered = delay * random.uniform(0.5, 1.5)  # noqa: S311 - nothing secret
+                if stop.wait(max(scattered, failed.wait_s or 0.0)):
+                    raise
+        return ask()
 
     def answer(self, dialogue: Dialogue) -> Answer:
         """The next answer of a dialogue.
@@ -113,7 +116,7 @@ class Server:
         }
         if stop is not None:
             body["stop"] = [stop]
-        reply = self._call("/completions", body | self._sampling.fields() | self._options.extra)
+        reply = self._call("/completions", body | self._sampling.fields() | self.options.extra)
         try:
             choice = reply["choices"][0]
             return str(choice["text"]), str(choice["finish_reason"])
@@ -131,7 +134,7 @@ class Server:
             body["tools"] = list(tools)
         if self._sampling.thinking is not None:
             body["chat_template_kwargs"] = {"enable_thinking": self._sampling.thinking}
-        return body | self._options.extra
+        return body | self.options.extra
 
     def _only_model(self) -> str:
         listed = [str(model["id"]) for model in self._call("/models", None).get("data", [])]
@@ -153,12 +156,12 @@ class Server:
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self._options.api_key_variable):
+        if key := os.environ.get(self.options.api_key_variable):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310 - http(s), checked above
         try:
-            with urllib.request.urlopen(request, timeout=self._options.timeout_s) as reply:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=self.options.timeout_s) as reply:  # noqa: S310
                 parsed = json.loads(reply.read())
         except urllib.error.HTTPError as error:
             raise _refusal(error) from None
@@ -204,12 +207,56 @@ def parse_completion(reply: dict[str, Any]) -> Answer:
         raise RequestFailedError(f"not a chat completion: {str(reply)[:_WORDS]}", passing=False) from None
 
 
+def in_flight(items: Iterator[T], work: Callable[[T, threading.Event], U], concurrency: int) -> Iterator[U]:
+    """Results in the order in which they become ready, with at most `concurrency` items in work.
+
+    Args:
+        items: read only as far as there is room.
+        work: called in a thread with an item and an event that is set when nobody waits any more; what it
+            raises is raised here.
+        concurrency: threads.
+    """
+    todo: queue.SimpleQueue[tuple[T, Future[U]] | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Future[U]] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def loop() -> None:
+        while (entry := todo.get()) is not None:
+            item, future = entry
+            try:
+                future.set_result(work(item, stop))
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+                future.set_exception(error)
+
+    # Daemons: a run that is interrupted must not wait for requests in flight.
+    workers = [
+        threading.Thread(target=loop, daemon=True, name=f"request-{number}") for number in range(concurrency)
+    ]
+    for worker in workers:
+        worker.start()
+    in_work = 0
+    try:
+        for item in items:
+            future: Future[U] = Future()
+            future.add_done_callback(done.put)
+            todo.put((item, future))
+            in_work += 1
+            if in_work >= concurrency:
+                yield done.get().result()
+                in_work -= 1
+        for _ in range(in_work):
+            yield done.get().result()
+    finally:
+        stop.set()
+        for _ in workers:
+            todo.put(None)
+
+
 class ServerWriter:
     """Finishes dialogues through a server, several at a time."""
 
-    def __init__(self, server: Server, options: ServerOptions) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._options = options
 
     def made_by(self) -> dict[str, Any]:
         """What every row records of its writer."""
@@ -217,61 +264,13 @@ class ServerWriter:
 
     def finish(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue | Failed]:
         """Finished dialogues in the order in which they become ready, at most `concurrency` in work."""
-        todo: queue.SimpleQueue[tuple[Dialogue, Future[Dialogue | Failed]] | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[Future[Dialogue | Failed]] = queue.SimpleQueue()
-        stop = threading.Event()
-        # Daemons: a run that is interrupted must not wait for requests in flight.
-        workers = [
-            threading.Thread(target=self._work, args=(todo, stop), daemon=True, name=f"request-{number}")
-            for number in range(self._options.concurrency)
-        ]
-        for worker in workers:
-            worker.start()
-        in_work = 0
-        try:
-            for dialogue in dialogues:
-                future: Future[Dialogue | Failed] = Future()
-                future.add_done_callback(done.put)
-                todo.put((dialogue, future))
-                in_work += 1
-                if in_work >= self._options.concurrency:
-                    yield done.get().result()
-                    in_work -= 1
-            for _ in range(in_work):
-                yield done.get().result()
-        finally:
-            stop.set()
-            for _ in workers:
-                todo.put(None)
-
-    def _work(self, todo: queue.SimpleQueue[Any], stop: threading.Event) -> None:
-        while (item := todo.get()) is not None:
-            dialogue, future = item
-            try:
-                future.set_result(self._finish_one(dialogue, stop))
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-                future.set_exception(error)
+        return in_flight(dialogues, self._finish_one, self._server.options.concurrency)
 
     def _finish_one(self, dialogue: Dialogue, stop: threading.Event) -> Dialogue | Failed:
         complete = False
         while not complete:
             try:
-                complete = dialogue.add(self._patiently(dialogue, stop))
+                complete = dialogue.add(self._server.patiently(lambda: self._server.answer(dialogue), stop))
             except RequestFailedError as failed:
                 return Failed(dialogue, str(failed))
         return dialogue
-
-    def _patiently(self, dialogue: Dialogue, stop: threading.Event) -> Answer:
-        """Ask, and ask again while the reason may pass: with doubled and scattered delays."""
-        for attempt in range(self._options.retries):
-            try:
-                return self._server.answer(dialogue)
-            except RequestFailedError as failed:
-                if not failed.passing:
-                    raise
-                delay = min(60.0, self._options.first_delay_s * 2**attempt)
-                # Scattered so that requests that failed together do not come back together.
-                scattered = delay * random.uniform(0.5, 1.5)  # noqa: S311 - nothing secret
-                if stop.wait(max(scattered, failed.wait_s or 0.0)):
-                    raise
-        return self._server.answer(dialogue)

@@ -7,38 +7,25 @@ drafter needs no data at all.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import Field
-
-from draftline.config import Frozen
 from draftline.data.filters import Refused, refuse, request_key
 from draftline.data.journal import Journal
 from draftline.data.local import LocalModel
+from draftline.data.options import SynthesizeOptions
 from draftline.data.sampling import Sampling
-from draftline.data.server import RequestFailedError, Server
+from draftline.data.server import RequestFailedError, Server, in_flight
 from draftline.data.template import ChatTemplate
 from draftline.errors import DataError, ServerError
 
 _MARK = "draftline-user-turn"
 _JUDGED = 256
 """Attempts after which a target that gives almost nothing is given up."""
-
-
-class SynthesizeOptions(Frozen):
-    """How many prompts, and when to give up."""
-
-    count: int = Field(gt=0)
-    """Prompts in the output, those of earlier runs included."""
-    batch_size: int = Field(default=32, gt=0)
-    """User turns drawn at a time."""
-    min_yield: float = Field(default=0.02, ge=0, le=1)
-    """Share of usable turns below which the target is not able to do this."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +48,12 @@ class SynthesizeReport:
     refused: Counter[Refused] = field(default_factory=Counter)
     examples: dict[Refused, str] = field(default_factory=dict)
     """The first turn refused for each reason."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        refused = {str(reason): count for reason, count in self.refused.items()}
+        examples = {str(reason): text for reason, text in self.examples.items()}
+        return {**vars(self), "refused": refused, "examples": examples}
 
 
 class TurnWriter(Protocol):
@@ -163,7 +156,7 @@ class LocalTurns:
 
 
 class ServerTurns:
-    """User turns through a server's text completions, a batch in flight at a time."""
+    """User turns through a server's text completions."""
 
     def __init__(self, server: Server, template: ChatTemplate, sampling: Sampling, seed: int = 0) -> None:
         self._server = server
@@ -186,15 +179,17 @@ class ServerTurns:
             ServerError: a request failed, with the server's words.
         """
         seeds = [self._seed + number * count + place for place in range(count)]
-        with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(self._one, seeds))
+        made = dict(in_flight(iter(seeds), self._one, min(count, self._server.options.concurrency)))
+        return [made[seed] for seed in seeds]
 
-    def _one(self, seed: int) -> tuple[str, bool]:
+    def _one(self, seed: int, stop: threading.Event) -> tuple[int, tuple[str, bool]]:
         try:
-            text, reason = self._server.complete(self._header, seed, self._stop)
+            text, reason = self._server.patiently(
+                lambda: self._server.complete(self._header, seed, self._stop), stop
+            )
         except RequestFailedError as failed:
             raise ServerError(f"the server failed to write a user turn: {failed}") from None
-        return _before_end(text, self._end, ended=reason == "stop")
+        return seed, _before_end(text, self._end, ended=reason == "stop")
 
 
 def _before_end(text: str, end: str, *, ended: bool) -> tuple[str, bool]:

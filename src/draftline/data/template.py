@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -23,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftline.data.reasons import Reason, UnusableRow
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 Objects = Sequence[dict[str, Any]]
@@ -163,10 +164,22 @@ def _template_source(tokenizer: PreTrainedTokenizerBase, options: TemplateOption
         template = template.get("default")
     if not template:
         raise DataError(
-            f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; give one (template=...), or "
+            f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; give one (--template FILE), or "
             "prepare rows of input_ids + loss_mask, which need none"
         )
     return template
+
+
+def read_template(path: Path) -> str:
+    """The Jinja text of a file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error}") from None
 
 
 def stop_token_ids(path: str) -> tuple[int, ...]:
