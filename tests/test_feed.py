@@ -115,7 +115,7 @@ def test_a_row_that_cannot_be_built_ends_the_run_with_its_cause_and_the_loaders_
             feed.next()
         with pytest.raises(InjectedFaultError) as error:
             supervisor.join(5)
-    assert error.value.__notes__ == ["worker: loader-0"]
+    assert error.value.__notes__ == ["worker: loader-0, row 8"]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -13,7 +13,7 @@ import torch
 from draftline.config import DeadlineConfig, OptimConfig
 from draftline.data.rows import Row, RowSource
 from draftline.drafter.worker import StepRecord
-from draftline.errors import ConfigError, NonFiniteError, StallError
+from draftline.errors import Blame, ConfigError, NonFiniteError, StallError, blame_of
 from draftline.faults import Fault, InjectedFaultError, armed
 from draftline.pipeline.engine import Engine
 from draftline.pipeline.job import Job
@@ -87,7 +87,8 @@ def test_a_colocated_worker_that_raises_ends_the_run_too(where: str, at: int):
     with armed(Fault(worker=worker, where=where, at=at, kind="raise")):
         ending = ending_of(job)
     assert isinstance(ending.error, InjectedFaultError)
-    assert ending.notes == [f"worker: {worker}"]
+    assert len(ending.notes) == 1
+    assert ending.notes[0].startswith(f"worker: {worker}, row ")
     assert ending.seconds < WITHIN_S
 
 
@@ -114,7 +115,10 @@ def test_a_target_that_hangs_is_a_stall_that_names_the_row_and_who_does_not_stop
     hang = Fault(worker="target-1", where="row", at=5, kind="sleep", seconds=8)
     with armed(hang), pytest.raises(StallError) as error:
         list(Engine(job).events())
-    assert "drafter-0 waited 1 s for row 5 from its target" in str(error.value)
+    assert str(error.value).startswith("no progress for 1 s: target-1 in 'forward' of row 5 for 1.")
+    assert blame_of(error.value) == Blame("target-1", 5)
+    assert "time.sleep(fault.seconds)" in (error.value.stacks or ""), "the stack of who hangs"
+    assert "drafter-0: " in (error.value.stacks or ""), "the fill of the channel"
     assert error.value.__notes__[-1] == "did not stop within 5 s: target-1"
     for thread in set(threading.enumerate()) - before:
         thread.join(10)  # it wakes, sees that the run has ended, and leaves

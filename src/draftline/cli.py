@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import cyclopts
-import torch
 from cyclopts import App, Parameter
 from pydantic import ValidationError
 from rich.console import Console
@@ -27,7 +27,8 @@ from draftline.data.options import (
     SynthesizeOptions,
 )
 from draftline.data.sampling import Sampling
-from draftline.errors import ConfigError, DraftlineError
+from draftline.errors import ConfigError, DraftlineError, StallError
+from draftline.monitor import run_monitored, start_heartbeat
 
 app = App(
     name="draftline",
@@ -44,21 +45,39 @@ SAMPLING, LOCAL = Sampling(), LocalOptions()
 def main() -> None:
     """Run a command; the exit code is that of the error (errors.py), 1 for a bug."""
     try:
+        _arm_faults()
         app()
     except DraftlineError as error:
-        print(f"draftline: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(f"  {note}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except torch.OutOfMemoryError as error:
-        print(f"draftline: out of device memory: {error}", file=sys.stderr)
-        sys.exit(7)
+        sys.exit(_report(error))
     except KeyboardInterrupt:
         print("draftline: interrupted before training began; nothing was lost", file=sys.stderr)
         sys.exit(130)
-    except Exception:  # noqa: BLE001 - a bug: its traceback is the report
+    except Exception as error:  # noqa: BLE001 - a full disk, no memory, or a bug: its traceback is the report
+        from draftline.ending import explained  # noqa: PLC0415 - a parent process that only waits needs no torch
+
+        known = explained(error)
+        if isinstance(known, DraftlineError):
+            sys.exit(_report(known))
         traceback.print_exc()
         sys.exit(1)
+
+
+def _arm_faults() -> None:
+    """Tests of real processes make faults happen by `DRAFTLINE_FAULTS` (faults.py)."""
+    if "DRAFTLINE_FAULTS" in os.environ:
+        from draftline.faults import arm_from_environment  # noqa: PLC0415 - imports torch
+
+        arm_from_environment(os.environ)
+
+
+def _report(error: DraftlineError) -> int:
+    """Print an error for a person; returns its exit code."""
+    if isinstance(error, StallError) and error.stacks is not None:
+        print(error.stacks, file=sys.stderr)
+    print(f"draftline: {error}", file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):
+        print(f"  {note}", file=sys.stderr)
+    return error.exit_code
 
 
 def parse_run(tokens: Sequence[str]) -> RunConfig:
@@ -95,9 +114,12 @@ def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     json_output
         Print the outcome as one JSON object.
     """
+    config = parse_run(tokens)
+    if not start_heartbeat(os.environ):
+        command = [sys.executable, "-m", "draftline", *sys.argv[1:]]
+        sys.exit(run_monitored(command, config.deadlines.stall_timeout_s, config.output))
     from draftline.run import train as run_training  # noqa: PLC0415 - transformers takes seconds to import
 
-    config = parse_run(tokens)
     trained = run_training(config, Screen(), sys.argv)
     _print(_plain(trained), json_output=json_output)
 

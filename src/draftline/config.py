@@ -174,6 +174,9 @@ class CheckpointConfig(Frozen):
     """Optimizer steps between checkpoints."""
     keep: int = Field(default=2, ge=2)
     """Newest checkpoints that stay."""
+    on_disk_full: Literal["stop", "continue"] = "stop"
+    """What a checkpoint without room on the disk means. stop: the run ends (exit code 8). continue: it goes on,
+    says so, counts it in `result.json`, and tries again at the next one; more steps may be lost."""
 
 
 class EvaluationConfig(Frozen):
@@ -194,6 +197,8 @@ class DeadlineConfig(Frozen):
     """Seconds without a row from a worker that others wait for."""
     startup_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds for all workers to load, compile and prove themselves."""
+    write_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that one checkpoint may take to reach the disk."""
 
 
 class RunConfig(Frozen):

@@ -4,6 +4,34 @@ A message names the value, the reason and the fix. `draftline` prints it without
 anything that is not a DraftlineError is a bug and is shown with its traceback (exit code 1).
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLAME = "worker: "
+"""How the note that names the failed worker begins."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Whose failure an error is."""
+
+    worker: str
+    row: int | None = None
+    """Row that was being worked on."""
+
+
+def blame(error: BaseException, worker: str, row: int | None = None) -> None:
+    """Record on an error whose it is, for `result.json` and, as a note, for people; the first record stays."""
+    if blame_of(error) is None:
+        error.__dict__["blame"] = Blame(worker, row)
+        error.add_note(f"{BLAME}{worker}" + ("" if row is None else f", row {row}"))
+
+
+def blame_of(error: BaseException) -> Blame | None:
+    """What `blame` recorded."""
+    return error.__dict__.get("blame")
+
 
 class DraftlineError(Exception):
     """Any failure that Draftline explains itself."""
@@ -39,6 +67,11 @@ class StallError(DraftlineError):
     """A wait that passed its deadline."""
 
     exit_code = 6
+
+    def __init__(self, message: str, stacks: str | None = None) -> None:
+        """`stacks`: every worker's last act and every thread's stack, when the error was found in time for them."""
+        super().__init__(message)
+        self.stacks = stacks
 
 
 class OutOfMemoryError(DraftlineError):

@@ -9,7 +9,7 @@ recurrent targets too, and an answer serves every later evaluation of a run.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,16 +63,26 @@ def reference_answers(target: Target, prompts: Sequence[Prompt], limit: Limit) -
     return [Reference(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def evaluate(target: Target, drafter: Drafter, references: Sequence[Reference], seed: int = 0) -> Evaluation:
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    references: Sequence[Reference],
+    seed: int = 0,
+    check: Callable[[], None] = lambda: None,
+) -> Evaluation:
     """Replay every answer.
 
     Args:
         seed: of the confidence intervals.
+        check: called before each answer; what it raises ends the evaluation.
 
     Raises:
         DataError: no answer is long enough to have a verify step.
     """
-    runs = [leading_runs(target, drafter, reference) for reference in references]
+    runs: list[list[int]] = []
+    for reference in references:
+        check()
+        runs.append(leading_runs(target, drafter, reference))
     walks = [walk(answer) for answer in runs]
     slots = drafter.spec.block_size - 1
     tasks: dict[str, list[Walk]] = {}

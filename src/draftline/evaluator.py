@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from draftline import faults
 from draftline.config import DrafterSpec
 from draftline.drafter.model import Drafter
+from draftline.errors import StallError, blame
 from draftline.evaluate import Evaluation, Prompt, Reference, evaluate, reference_answers
 from draftline.greedy import Limit
 from draftline.target.forward import share_weights
 from draftline.target.load import Target
+from draftline.watchdog import thread_stacks
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,10 @@ class Measured:
 
     step: int
     evaluation: Evaluation
+
+
+class _LeftError(Exception):
+    """The run is ending; nobody wants this evaluation any more."""
 
 
 class Evaluator:
@@ -35,6 +42,7 @@ class Evaluator:
         self._references: list[Reference] | None = None
         self._results: queue.SimpleQueue[Measured | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._leave = threading.Event()
 
     def measure(self, weights: Mapping[str, Tensor]) -> Evaluation:
         """Evaluate `weights`, float32 by parameter name, in the target's dtype on its device."""
@@ -43,7 +51,11 @@ class Evaluator:
         drafter = Drafter(self._spec)
         drafter.load_state_dict(dict(weights), strict=True)
         drafter.to(device=self._target.device, dtype=self._target.embedding.dtype).eval()
-        return evaluate(self._target, drafter, self._references)
+        return evaluate(self._target, drafter, self._references, check=self._check)
+
+    def _check(self) -> None:
+        if self._leave.is_set():
+            raise _LeftError
 
     def start(self, weights: Mapping[str, Tensor], step: int) -> bool:
         """Evaluate in the background; False when the last evaluation still runs, so this one is left out."""
@@ -57,8 +69,12 @@ class Evaluator:
 
     def _work(self, weights: Mapping[str, Tensor], step: int) -> None:
         try:
+            faults.point("evaluator", "measure", step)
             self._results.put(Measured(step, self.measure(weights)))
+        except _LeftError:
+            pass
         except BaseException as error:  # noqa: BLE001 - raised again by `finished` in the main thread
+            blame(error, "evaluator")
             self._results.put(error)
 
     def finished(self) -> list[Measured]:
@@ -72,6 +88,21 @@ class Evaluator:
         return results
 
     def wait(self, seconds: float) -> None:
-        """Let a running evaluation end."""
+        """Let a running evaluation end.
+
+        Raises:
+            StallError: `seconds` passed.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            error = StallError(f"an evaluation has not ended within {seconds:g} s", thread_stacks())
+            blame(error, "evaluator")
+            raise error
+
+    def leave(self, seconds: float) -> None:
+        """Give up a running evaluation after the prompt it is at; the end of a failed run does not wait for it."""
+        self._leave.set()
         if self._thread is not None:
             self._thread.join(seconds)

@@ -27,6 +27,8 @@ from draftline.names import UnsafeNameError, read_regular
 
 LOCK = ".lock"
 OWNER = "owner.json"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints, inside its output folder."""
 BEAT_S = 4.0
 """Seconds between heartbeats."""
 _MISSED_BEATS = 3
@@ -111,6 +113,12 @@ class RunFolder:
         (self.path / OWNER).unlink(missing_ok=True)
         _held.discard(self._descriptor)
         os.close(self._descriptor)
+
+
+def newest_checkpoint(output: Path) -> Path | None:
+    """The newest checkpoint of a run by its name alone, unread; for a process that imports no torch."""
+    found = (output / CHECKPOINTS).glob("step-" + "[0-9]" * 6 + "*")
+    return max(found, key=lambda path: (len(path.name), path.name), default=None)
 
 
 def _open_lock(folder: Path) -> int:

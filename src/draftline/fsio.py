@@ -96,12 +96,13 @@ def require_space(fs: FileSystem, folder: Path, size: int) -> None:
     free = fs.free_bytes(folder)
     if free < 2 * size:
         raise DiskFullError(
-            f"{folder} has {_mib(free)} free and a checkpoint of {_mib(size)} needs {_mib(2 * size)}; free "
+            f"{folder} has {mib(free)} free and a checkpoint of {mib(size)} needs {mib(2 * size)}; free "
             "some space or choose another output folder. Checkpoints already there are untouched"
         )
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """Bytes for people."""
     return f"{size / 2**20:.1f} MiB"
 
 

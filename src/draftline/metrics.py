@@ -15,6 +15,7 @@ from typing import TextIO
 from draftline.drafter.stats import StepStats
 from draftline.drafter.worker import StepRecord
 from draftline.evaluate import Evaluation
+from draftline.fsio import FileSystem, replace_bytes
 
 METRICS = "metrics.jsonl"
 
@@ -72,9 +73,15 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`; a resumed run goes on in the same file."""
+    """Appends to `metrics.jsonl`; a resumed run goes on in the same file, after the step that it resumes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        """Forget what an ended process wrote after `step`, and the line that a kill cut off: both come again."""
+        kept = _lines_until(folder / METRICS, step)
+        self.evaluated = {int(line["eval/step"]) for line in kept if "eval/step" in line}
+        """Steps whose evaluation is in the file."""
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        replace_bytes(FileSystem(), folder / METRICS, text.encode())
         self._file: TextIO = (folder / METRICS).open("a", encoding="utf-8")
 
     def write(self, progress: Progress, metrics: dict[str, float]) -> None:
@@ -85,3 +92,18 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _lines_until(path: Path, step: int) -> list[dict[str, float]]:
+    if not path.is_file():
+        return []
+    lines = [_line(text) for text in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return [line for line in lines if line is not None and line["progress/step"] <= step]
+
+
+def _line(text: str) -> dict[str, float] | None:
+    """A record, or None for one that was cut off."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None

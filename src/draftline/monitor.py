@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from draftline.errors import ConfigError, StallError
+from draftline.folder import newest_checkpoint
 from draftline.result import RunResult, write_result
 
 VARIABLE = "DRAFTLINE_HEARTBEAT"
@@ -69,7 +70,16 @@ def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = N
 def _report(folder: Path | None, argv: Sequence[str], code: int, cause: str) -> int:
     print(f"draftline: {cause}", file=sys.stderr, flush=True)
     if folder is not None and folder.is_dir():
-        write_result(folder, RunResult(exit_code=code, cause=cause, worker="trainer", command=tuple(argv)))
+        newest = newest_checkpoint(folder)
+        result = RunResult(
+            exit_code=code,
+            cause=cause,
+            error=StallError.__name__ if code == StallError.exit_code else None,
+            worker="trainer",
+            checkpoint=str(newest) if newest else None,
+            command=tuple(argv),
+        )
+        write_result(folder, result)
     return code
 
 
@@ -167,21 +177,25 @@ class _Child:
         return self._process.wait()
 
 
-def start_heartbeat(environment: MutableMapping[str, str]) -> None:
+def start_heartbeat(environment: MutableMapping[str, str]) -> bool:
     """Trainer's side: the first thing that a monitored process does. Nothing happens without a monitor.
 
     Args:
         environment: `os.environ`; the monitor's variable is taken out, since children are not monitored.
+
+    Returns:
+        Whether there is a monitor.
 
     Raises:
         ConfigError: the variable is not what a monitor sets.
     """
     text = environment.pop(VARIABLE, None)
     if text is None:
-        return
+        return False
     descriptor, beat_s = _parse(text)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_beat, args=(descriptor, beat_s), name="heartbeat", daemon=True).start()
+    return True
 
 
 def _parse(text: str) -> tuple[int, float]:

@@ -6,7 +6,6 @@ from draftline.embedded import train_conversations, unseen_prompts
 from draftline.errors import ConfigError
 from draftline.target.load import BUILTIN
 
-CHECKPOINTS = "checkpoints"
 EXPORT = "drafter"
 """The exported drafter of a finished run."""
 STORE = "store"

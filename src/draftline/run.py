@@ -10,38 +10,44 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from draftline.checkpoint import Checkpointer, Loaded, Snapshot
-from draftline.config import RunConfig
+from draftline.config import DrafterSpec, RunConfig
 from draftline.console import Bar, Screen
 from draftline.drafter.model import Drafter
 from draftline.drafter.stats import read_stats
 from draftline.drafter.worker import StepRecord
-from draftline.errors import DraftlineError
+from draftline.ending import explained, failed
+from draftline.errors import DiskFullError
 from draftline.evaluate import Evaluation
 from draftline.evaluator import Evaluator
 from draftline.export import config_json, export_drafter, serving_tensors
-from draftline.folder import RunFolder
+from draftline.folder import CHECKPOINTS, RunFolder
 from draftline.greedy import Limit
 from draftline.metrics import MetricsLog, Progress, eval_metrics, train_metrics
-from draftline.paths import CHECKPOINTS, EXPORT, builtin_prompts
+from draftline.paths import EXPORT, builtin_prompts
 from draftline.pipeline.engine import Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, TrainingState, join_shards
 from draftline.prompts import load_prompts
 from draftline.result import RESULT, RunResult, write_result
 from draftline.setup import Prepared, prepare_job
-from draftline.signals import StopOnSignal
+from draftline.signals import StopOnSignal, ended_by_sigterm
+from draftline.watchdog import Starvation
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
-WRITE_TIMEOUT_S = 600.0
-"""Seconds that one checkpoint may take to reach the disk."""
+EVALUATION_TIMEOUT_S = 600.0
+"""Seconds that a background evaluation may still take when training is done."""
+LEAVE_S = 5.0
+"""Seconds for a background evaluation to leave a run that has failed or was stopped."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class Trained:
     """Target tokens, padding excluded."""
     before: Evaluation | None
     after: Evaluation | None
+    skipped_checkpoints: int
+    """Checkpoints that found no room on the disk (`checkpoint.on_disk_full: continue`)."""
 
 
 def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Trained:
@@ -68,38 +76,38 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
     Raises:
         DraftlineError: see errors.py; `result.json` in the output folder names the cause.
     """
-    run_id = uuid.uuid4().hex[:8]
-    with RunFolder(config.output, run_id):
+    with RunFolder(config.output, uuid.uuid4().hex[:8]):
         (config.output / RESULT).unlink(missing_ok=True)  # of the run before
+        session = None
         try:
-            prepared = prepare_job(config, screen)
+            with ended_by_sigterm():
+                prepared = prepare_job(config, screen)
             with StopOnSignal() as stop:
-                trained = _Session(config, prepared, screen, stop).run()
-        except BaseException as error:
-            write_result(config.output, _failed(error, command))
-            raise
-        write_result(
-            config.output,
-            RunResult(
-                exit_code=0,
-                cause=f"finished {trained.steps} steps",
-                step=trained.steps,
-                command=tuple(command),
-            ),
-        )
+                session = _Session(config, prepared, screen, stop)
+                trained = session.run()
+        except BaseException as error:  # noqa: BLE001 - raised again, as what its user should meet
+            known = explained(error)
+            write_result(config.output, _failed(known, command, session))
+            raise known from known.__cause__
+        write_result(config.output, _finished(trained, command))
         return trained
 
 
-def _failed(error: BaseException, command: Sequence[str]) -> RunResult:
-    notes = getattr(error, "__notes__", [])
-    worker = next((n.removeprefix("worker: ") for n in notes if n.startswith("worker: ")), None)
+def _failed(error: BaseException, command: Sequence[str], session: _Session | None) -> RunResult:
+    if session is None:
+        return failed(error, command)
+    return failed(
+        error, command, session.steps_done, session.newest_checkpoint, session.num_skipped_checkpoints
+    )
+
+
+def _finished(trained: Trained, command: Sequence[str]) -> RunResult:
     return RunResult(
-        exit_code=error.exit_code if isinstance(error, DraftlineError) else 1,
-        cause=str(error) or type(error).__name__,
-        error=type(error).__name__,
-        worker=worker,
-        consequences=tuple(n for n in notes if not n.startswith("worker: ")),
+        exit_code=0,
+        cause=f"finished {trained.steps} steps",
+        step=trained.steps,
         command=tuple(command),
+        skipped_checkpoints=trained.skipped_checkpoints,
     )
 
 
@@ -113,32 +121,79 @@ class _Session:
             config.output / CHECKPOINTS,
             prepared.identity,
             keep=config.checkpoint.keep,
-            write_timeout_s=WRITE_TIMEOUT_S,
+            write_timeout_s=config.deadlines.write_timeout_s,
         )
         self._progress = Progress(started=time.monotonic())
         self._shards: dict[int, list[ShardState]] = {}
         self._state: TrainingState | None = None
         self._loss: float | None = None
         self._evaluator = self._build_evaluator()
+        self.num_skipped_checkpoints = 0
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps whose outcome is known."""
+        return self._progress.step
+
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        """What the same command would resume from."""
+        return self._checkpointer.newest
 
     def run(self) -> Trained:
         """Resume or start, train to the end, measure, export."""
         job = self._resume(self._checkpointer.load_latest())
-        before = self._measure_start(job)
-        begin = time.monotonic()
-        log = MetricsLog(self._config.output)
+        self._require_room(job)
+        log = MetricsLog(self._config.output, job.schedule.first_step)
         try:
+            before = self._measure_start(job)
+            begin = time.monotonic()
             with self._checkpointer:
+                self._evaluate_again(job, log)
                 self._train(job, log)
-                if self._evaluator is not None:
-                    self._evaluator.wait(WRITE_TIMEOUT_S)
-                    self._report_evaluations(log)
+                self._end_evaluation(log)
+                with self._full_disk_may_pass():
+                    self._checkpointer.wait()
             seconds = time.monotonic() - begin
             if self._stop.requested:
                 raise self._stop.error(self._progress.step)
             return self._finish(before, seconds, log)
         finally:
             log.close()
+            if self._evaluator is not None:
+                self._evaluator.leave(LEAVE_S)
+
+    def _require_room(self, job: Job) -> None:
+        if job.schedule.first_step >= job.schedule.num_steps:
+            return
+        with self._full_disk_may_pass():
+            self._checkpointer.require_room(_checkpoint_bytes(job.spec))
+
+    @contextmanager
+    def _full_disk_may_pass(self) -> Iterator[None]:
+        """Let a checkpoint without room on the disk pass, loudly, if the user asked for that."""
+        try:
+            yield
+        except DiskFullError as error:
+            if self._config.checkpoint.on_disk_full == "stop":
+                raise
+            self._checkpointer.forgive()
+            self.num_skipped_checkpoints += 1
+            self._screen.say(f"CHECKPOINT SKIPPED, {self.num_skipped_checkpoints} so far: {error}")
+
+    def _evaluate_again(self, job: Job, log: MetricsLog) -> None:
+        """An evaluation that the last process owed and did not finish."""
+        if self._state is not None and job.schedule.first_step not in log.evaluated:
+            self._start_evaluation(self._state)
+
+    def _end_evaluation(self, log: MetricsLog) -> None:
+        if self._evaluator is None:
+            return
+        if (
+            not self._stop.requested
+        ):  # who sends a signal does not wait for it; it is made when the run goes on
+            self._evaluator.wait(EVALUATION_TIMEOUT_S)
+        self._report_evaluations(log)
 
     def _build_evaluator(self) -> Evaluator | None:
         data, settings, target = self._config.data, self._config.evaluation, self._job.target
@@ -174,22 +229,24 @@ class _Session:
         schedule = job.schedule
         if schedule.first_step >= schedule.num_steps:
             return
-        engine = Engine(job)
+        engine = Engine(job, is_safe=lambda: not self._checkpointer.writing)
+        starvation = Starvation(engine.watchdog)
         with self._screen.progress("step", schedule.num_steps, schedule.first_step) as bar:
             for event in engine.events():
-                self._checkpointer.check()
+                with self._full_disk_may_pass():
+                    self._checkpointer.check()
                 if self._stop.requested:
                     engine.stop_line.request()
                 if isinstance(event, Ready):
                     for note in event.notes:
                         self._screen.say(note)
                 elif isinstance(event, StepRecord):
-                    self._note_step(event, log, bar)
+                    self._note_step(event, log, bar, starvation)
                 elif isinstance(event, ShardState):
                     self._collect(event)
                 self._report_evaluations(log)
 
-    def _note_step(self, record: StepRecord, log: MetricsLog, bar: Bar) -> None:
+    def _note_step(self, record: StepRecord, log: MetricsLog, bar: Bar, starvation: Starvation) -> None:
         self._progress.tokens_target += record.num_tokens
         if record.rows.start % len(self._job.plan.drafters):
             return  # every drafter reports its tokens; the sums are the same, one of them is enough
@@ -199,7 +256,8 @@ class _Session:
         self._progress.blocks += stats.num_blocks
         log.write(self._progress, train_metrics(record, stats))
         rate = self._progress.tokens_target / max(1e-9, time.monotonic() - self._progress.started)
-        bar.update(record.step + 1, f"loss {stats.loss:.3f}  {rate / 1000:.1f} k tokens/s")
+        detail = f"loss {stats.loss:.3f}  {rate / 1000:.1f} k tokens/s  {starvation.words()}"
+        bar.update(record.step + 1, detail.rstrip())
 
     def _collect(self, shard: ShardState) -> None:
         shards = self._shards.setdefault(shard.steps_done, [])
@@ -219,25 +277,30 @@ class _Session:
 
     def _report_evaluations(self, log: MetricsLog) -> None:
         for measured in self._evaluator.finished() if self._evaluator else ():
-            self._checkpointer.mark_best(measured.step, measured.evaluation.overall.tau)
+            with self._full_disk_may_pass():
+                self._checkpointer.mark_best(measured.step, measured.evaluation.overall.tau)
             log.write(self._progress, {"eval/step": measured.step, **eval_metrics(measured.evaluation)})
             self._screen.say(f"step {measured.step}: tau {_tau(measured.evaluation)}")
 
     def _save(self, state: TrainingState) -> None:
+        with self._full_disk_may_pass():
+            self._checkpointer.wait()
+        with self._full_disk_may_pass():
+            self._checkpointer.save(self._snapshot(state))
+
+    def _snapshot(self, state: TrainingState) -> Snapshot:
         job = self._job
-        self._checkpointer.save(
-            Snapshot(
-                step=state.steps_done,
-                row=state.steps_done * job.schedule.rows_per_step,
-                tensors={MODEL_FILE: serving_tensors(job.spec, state.weights()), STATE_FILE: state.tensors},
-                texts={"config.json": config_json(job.spec)},
-                meta={
-                    "tokens_target": self._progress.tokens_target,
-                    "blocks": self._progress.blocks,
-                    "loss": self._loss,
-                },
-                world={"targets": len(job.plan.targets), "drafters": len(job.plan.drafters)},
-            )
+        return Snapshot(
+            step=state.steps_done,
+            row=state.steps_done * job.schedule.rows_per_step,
+            tensors={MODEL_FILE: serving_tensors(job.spec, state.weights()), STATE_FILE: state.tensors},
+            texts={"config.json": config_json(job.spec)},
+            meta={
+                "tokens_target": self._progress.tokens_target,
+                "blocks": self._progress.blocks,
+                "loss": self._loss,
+            },
+            world={"targets": len(job.plan.targets), "drafters": len(job.plan.drafters)},
         )
 
     def _finish(self, before: Evaluation | None, seconds: float, log: MetricsLog) -> Trained:
@@ -257,7 +320,14 @@ class _Session:
             tokens_per_s=self._progress.tokens_target / max(seconds, 1e-9),
             before=before,
             after=after,
+            skipped_checkpoints=self.num_skipped_checkpoints,
         )
+
+
+def _checkpoint_bytes(spec: DrafterSpec) -> int:
+    """Masters and two moments in float32, and the serving weights in bfloat16."""
+    with torch.device("meta"):
+        return sum(14 * parameter.numel() for parameter in Drafter(spec).parameters())
 
 
 def _initial_weights(job: Job) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -64,6 +65,26 @@ class StopOnSignal:
         return Interrupted(
             f"stopped by {self._signal.name} after step {step}; run the same command again to go on"
         )
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Before training there is nothing to save: SIGTERM ends the block at once, as Ctrl-C does.
+
+    Raises:
+        Interrupted: SIGTERM arrived.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(
+            "stopped by SIGTERM before training began; nothing was lost, run the same command again"
+        )
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(text: str) -> None:

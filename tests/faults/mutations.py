@@ -278,7 +278,13 @@ DEADLINES = [
         "self._thread.join()",
         BACKGROUND,
     ),
-    Mutation("stall of a worker", "watchdog.py", "if beat.since < latest)", "if False)", WATCHDOG),
+    Mutation(
+        "stall of a worker",
+        "watchdog.py",
+        "if now - beat.since > (beat.patience_s or timeout_s)]",
+        "if False]",
+        WATCHDOG,
+    ),
     Mutation(
         "stall of the trainer", "monitor.py", "if time.monotonic() > heard + silence_s:", "if False:", MONITOR
     ),

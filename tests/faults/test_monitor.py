@@ -131,7 +131,9 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_second_signal_ends_even_a_trainer_whose_interpreter_is_stuck(tmp_path: Path) -> None:
-    with monitored("print('in', flush=True); stuck_in_c()", tmp_path) as process:
+    # deaf from the start, so that the first signal cannot come before it is stuck
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('in', flush=True); stuck_in_c()"
+    with monitored(deaf, tmp_path) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)

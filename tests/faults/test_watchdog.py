@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from draftline.errors import StallError
-from draftline.watchdog import Watchdog, thread_stacks
+from draftline.errors import Blame, StallError, blame_of
+from draftline.watchdog import LOOK_EVERY_S, Starvation, Watchdog, starving, thread_stacks
 
 
 class Clock:
@@ -60,6 +60,8 @@ def test_the_stall_names_the_cause_before_those_who_starve_behind_it(
         "Starving behind: drafter-0 in 'waiting for a row' of row 17 for 126.0 s"
     )
     assert caught.value.exit_code == 6
+    assert blame_of(caught.value) == Blame("target-1", 17)
+    assert "threads:" in (caught.value.stacks or "")
 
 
 def test_workers_that_all_wait_for_each_other_are_told_as_such(watchdog: Watchdog, clock: Clock) -> None:
@@ -68,6 +70,87 @@ def test_workers_that_all_wait_for_each_other_are_told_as_such(watchdog: Watchdo
     clock.now += 200
     with pytest.raises(StallError, match="all of them wait for each other: drafter-0"):
         watchdog.require_progress(120)
+
+
+def test_a_worker_behind_one_that_is_slow_but_moves_is_no_stall(watchdog: Watchdog, clock: Clock) -> None:
+    watchdog.beat("drafter-0", "waiting for a row", 17, waiting=True)
+    clock.now += 119
+    watchdog.beat("target-0", "forward", 17)
+    clock.now += 119
+    watchdog.require_progress(120)
+
+
+def test_a_wait_that_may_be_long_has_its_own_patience(watchdog: Watchdog, clock: Clock) -> None:
+    watchdog.beat("drafter-0", "step", 4)
+    with watchdog.waiting("drafter-0", "the disk", patience_s=600):
+        clock.now += 500
+        watchdog.require_progress(120)
+        clock.now += 101
+        with pytest.raises(StallError, match="drafter-0 in 'the disk' of row 4 for 601"):
+            watchdog.require_progress(120)
+
+
+def test_after_a_wait_the_worker_is_in_its_own_act_again(watchdog: Watchdog, clock: Clock) -> None:
+    watchdog.beat("target-0", "forward", 4)
+    clock.now += 100
+    with watchdog.waiting("target-0", "a slot"):
+        clock.now += 100
+    clock.now += 100
+    watchdog.require_progress(120)
+    clock.now += 21
+    with pytest.raises(StallError, match="target-0 in 'forward' of row 4 for 121"):
+        watchdog.require_progress(120)
+
+
+def test_the_wait_of_a_thread_that_is_not_watched_is_nobodys(watchdog: Watchdog, clock: Clock) -> None:
+    with watchdog.waiting("loader-0", "rows to build"):
+        clock.now += 1000
+        watchdog.require_progress(120)
+    assert watchdog.waited() == {}
+
+
+def test_waits_add_up_and_the_running_one_counts(watchdog: Watchdog, clock: Clock) -> None:
+    watchdog.beat("drafter-0", "step", 0)
+    with watchdog.waiting("drafter-0", "a row"):
+        clock.now += 3
+    with watchdog.waiting("drafter-0", "a row"):
+        clock.now += 4
+        assert watchdog.waited() == {"drafter-0": 7}
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        (
+            {"drafter-0": 0.4, "target-0": 0.5, "target-1": 0.02},
+            "drafters wait 40% of the time, behind target-1",
+        ),
+        (
+            {"drafter-0": 0.03, "drafter-1": 0.3, "target-0": 0.6},
+            "targets wait 60% of the time, behind drafter-0",
+        ),
+        ({"drafter-0": 0.4, "target-0": 0.5}, "drafters wait 40% and targets 50% of the time"),
+        ({"drafter-0": 0.05, "target-0": 0.08}, ""),
+        ({"drafter-0": 0.5, "drafter-1": 0.5}, ""),
+    ],
+)
+def test_the_side_that_starves_is_told_with_the_one_it_waits_for(
+    shares: dict[str, float], words: str
+) -> None:
+    assert starving(shares) == words
+
+
+def test_starvation_is_measured_over_the_last_few_seconds(watchdog: Watchdog, clock: Clock) -> None:
+    for worker in ("drafter-0", "target-0"):
+        watchdog.beat(worker, "step", 0)
+    look = Starvation(watchdog, clock)
+    with watchdog.waiting("drafter-0", "a row"):
+        clock.now += LOOK_EVERY_S / 2
+        assert look.words() == ""
+        clock.now += LOOK_EVERY_S / 2
+    assert look.words() == "drafters wait 100% of the time, behind target-0"
+    clock.now += LOOK_EVERY_S
+    assert look.words() == ""
 
 
 def test_a_worker_that_has_left_is_not_missed(watchdog: Watchdog, clock: Clock) -> None:

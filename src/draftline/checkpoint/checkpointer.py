@@ -16,12 +16,13 @@ from typing import Self
 from draftline import faults
 from draftline.checkpoint.best import Best, write_best
 from draftline.checkpoint.files import CheckpointFileSystem
-from draftline.checkpoint.layout import steps_in
+from draftline.checkpoint.layout import checkpoint_name, steps_in
 from draftline.checkpoint.manifest import Identity
 from draftline.checkpoint.restore import Loaded, load_latest
 from draftline.checkpoint.write import Snapshot, retire, write_checkpoint
-from draftline.errors import CheckpointError, StallError
-from draftline.fsio import disk_failures_explained, make_folders, require_space
+from draftline.errors import CheckpointError, DiskFullError, StallError, blame
+from draftline.fsio import disk_failures_explained, make_folders, mib, require_space
+from draftline.watchdog import thread_stacks
 
 
 class Checkpointer:
@@ -54,6 +55,7 @@ class Checkpointer:
         self._fs = fs or CheckpointFileSystem()
         self._best: Best | None = None
         self._failure: BaseException | None = None
+        self._stall: StallError | None = None
         self._thread: threading.Thread | None = None
         self._in_flight, self._deadline = 0, 0.0
         self._ready = False
@@ -76,6 +78,31 @@ class Checkpointer:
     def best(self) -> Best | None:
         """The checkpoint that `mark_best` chose."""
         return self._best
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint, whose bytes were checked at the start or written since; None without one."""
+        steps = steps_in(self._root) if self._ready else []
+        return self._root / checkpoint_name(steps[-1]) if steps else None
+
+    def require_room(self, size: int) -> None:
+        """Refuse a run whose checkpoints of `size` bytes do not fit: those that stay, and the one being written.
+
+        Raises:
+            DiskFullError: too little is free.
+        """
+        missing = max(2, self._keep + 1 - len(steps_in(self._root))) * size
+        free = self._fs.free_bytes(self._root)
+        if free < missing:
+            raise DiskFullError(
+                f"{self._root} has {mib(free)} free and this run's checkpoints need {mib(missing)} ({mib(size)} each); "
+                "free some space, or choose another output folder"
+            )
+
+    def forgive(self) -> None:
+        """Go on although the last write found the disk full; its checkpoint does not exist."""
+        if isinstance(self._failure, DiskFullError):
+            self._failure = None
 
     def mark_best(self, step: int, figure: float) -> bool:
         """Keep the checkpoint of `step` beyond retention if its evaluation figure is the highest so far.
@@ -139,12 +166,24 @@ class Checkpointer:
                 faults.point("checkpoint", "retire", snapshot.step)
                 retire(self._fs, self._root, self._keep, self._best.step if self._best else None)
         except BaseException as error:  # noqa: BLE001 - raised again by every later call
+            blame(error, "checkpoint", snapshot.row)
             self._failure = error
 
+    @property
+    def writing(self) -> bool:
+        """Whether a snapshot is on its way to the disk. May be asked from any thread."""
+        return self._thread is not None and self._thread.is_alive()
+
     def check(self) -> None:
-        """Raise what a finished write failed with. Cheap: call it every step."""
+        """Raise what a write has failed with, or that it is past its deadline. Cheap: call it every step.
+
+        Raises:
+            StallError, DiskFullError, CheckpointError: as `wait`.
+        """
         if self._failure is not None:
             raise self._failure
+        if self.writing and time.monotonic() > self._deadline:
+            raise self._too_slow()
 
     def wait(self) -> None:
         """Return when nothing is being written.
@@ -162,12 +201,19 @@ class Checkpointer:
         if self._thread is None:
             return None
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
-        if not self._thread.is_alive():
-            return None
-        return StallError(
+        return self._too_slow() if self._thread.is_alive() else None
+
+    def _too_slow(self) -> StallError:
+        if self._stall is not None:
+            return self._stall
+        self._stall = StallError(
             f"the checkpoint of step {self._in_flight} was not written within {self._write_timeout_s:g} s; "
-            f"is the disk of {self._root} slow or hanging? The previous checkpoint is intact"
+            f"is the disk of {self._root} slow or hanging? The previous checkpoint is intact. If the disk is only "
+            "slow, raise deadlines.write_timeout_s",
+            thread_stacks(),
         )
+        blame(self._stall, "checkpoint")
+        return self._stall
 
     def close(self) -> None:
         """Finish the write in flight. Raises as `wait`."""

@@ -34,6 +34,11 @@ class RowLoader:
             self._wanted.append(index)
             self._condition.notify_all()
 
+    @property
+    def num_wanted(self) -> int:
+        """Rows that no thread has begun to build."""
+        return len(self._wanted)
+
     def take(self, index: int, seconds: float) -> Row:
         """A row that was asked for.
 
@@ -55,16 +60,23 @@ class RowLoader:
         """
         while True:
             with self._condition:
-                # an idle loader is no stall: the workers have deadlines of their own
+                # no deadline: the workers that need rows have their own
                 self._abort.wait(
                     self._condition, lambda: bool(self._wanted), threading.TIMEOUT_MAX, "rows to build"
                 )
                 index = self._wanted.popleft()
-            faults.point("loader", "row", index)
-            row = self._source.row(index)
+            row = self._build(index)
             with self._condition:
                 self._built[index] = row
                 self._condition.notify_all()
+
+    def _build(self, index: int) -> Row:
+        name, watchdog = threading.current_thread().name, self._abort.watchdog
+        watchdog.beat(name, "row", index)
+        faults.point("loader", "row", index)
+        row = self._source.row(index)
+        watchdog.leave(name)  # an idle loader is not watched
+        return row
 
 
 class RowFeed:

@@ -17,6 +17,7 @@ from draftline.errors import NonFiniteError
 from draftline.optim import ShardedAdamW, learning_rate
 from draftline.pipeline.reduce import Reducer, StepOutcome
 from draftline.pipeline.schedule import Schedule, StopLine
+from draftline.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class DrafterWorker:
         schedule: Schedule,
         config: OptimConfig,
         stop_line: StopLine,
+        watchdog: Watchdog,
         on_record: Callable[[StepRecord], None],
         is_boundary: Callable[[int], bool],
         at_boundary: Callable[[int], None],
@@ -73,7 +75,7 @@ class DrafterWorker:
         self._index, self._supply, self._step = index, supply, step
         self._reducer, self._optimizer = reducer, optimizer
         self._schedule, self._config, self._stop_line = schedule, config, stop_line
-        self._on_record = on_record
+        self._watchdog, self._on_record = watchdog, on_record
         self._is_boundary, self._at_boundary = is_boundary, at_boundary
 
     def run(self) -> None:
@@ -101,12 +103,14 @@ class DrafterWorker:
             self._at_boundary(record.step)
 
     def _train(self, step: int) -> _Reading:
-        faults.point(threading.current_thread().name, "step", step)
+        name, rows = threading.current_thread().name, self._schedule.rows_of_drafter(self._index, step)
+        self._watchdog.beat(name, "step", rows[0])
+        faults.point(name, "step", step)
         lr = learning_rate(self._config, step, self._schedule.num_steps)
         self._optimizer.lr.fill_(lr)
         num_tokens = 0
-        rows = self._schedule.rows_of_drafter(self._index, step)
         for index in rows:
+            self._watchdog.beat(name, "step", index)
             row = self._supply.load(index)
             self._step.replay()
             num_tokens += row.starts[-1]

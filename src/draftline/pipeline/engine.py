@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from draftline import faults
 from draftline.compiling import gate, tripwire
 from draftline.compiling.seal import seal, unseal
 from draftline.data.feed import RowFeed, RowLoader
 from draftline.drafter.supply import ChannelSupply, LocalSupply, Supply
 from draftline.drafter.worker import DrafterWorker, StepRecord
+from draftline.errors import StallError, blame_of
 from draftline.pipeline.build import BuiltDrafter, BuiltTarget, build_drafter, build_target
 from draftline.pipeline.channel import Channel, Slot
 from draftline.pipeline.devices import Place, Replicas
@@ -25,6 +29,7 @@ from draftline.pipeline.schedule import StopLine
 from draftline.pipeline.state import ShardState
 from draftline.pipeline.supervise import Abort, Supervisor
 from draftline.target.worker import TargetWorker
+from draftline.watchdog import Watchdog
 
 LOADER_THREADS = 2
 """Host threads that build rows; one alone makes about two million tokens a second."""
@@ -63,9 +68,12 @@ Event = Ready | StepRecord | ShardState | Finished | TargetFinished
 class Engine:
     """One training run's workers. `events()` yields what they report until all of them have ended."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, is_safe: Callable[[], bool] = lambda: True) -> None:
+        """`is_safe`: whether the last state that the reader took is where a kill cannot lose it; until then
+        drafters wait at the next boundary. Called from any thread."""
         self.job = job
-        self.abort = Abort()
+        self.watchdog = Watchdog()
+        self.abort = Abort(self.watchdog)
         self.stop_line = StopLine()
         self._supervisor = Supervisor(self.abort)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -73,8 +81,12 @@ class Engine:
         self._loader = RowLoader(job.source, self.abort)
         self._go = self.abort.condition()
         self._released = False
-        stall = job.deadlines.stall_timeout_s
-        self._reducer = Reducer(len(job.plan.drafters), self.abort, stall)
+        self._is_safe = is_safe
+        self._boundary = self.abort.condition()
+        self._on_the_way: Counter[int] = Counter()  # steps done -> states that the reader has not dealt with
+        # Waits give up later than the watchdog, which tells the cause from those who wait behind it.
+        self._wait_s = 2 * job.deadlines.stall_timeout_s
+        self._reducer = Reducer(len(job.plan.drafters), self.abort, self._wait_s)
         self._channels: dict[int, Channel] = {}
         self._num_workers = len(job.plan.drafters) + (
             len(job.plan.targets) if job.plan.mode == "split" else 0
@@ -120,6 +132,7 @@ class Engine:
             event = self._next_event()
             num_ready += isinstance(event, Ready)
             yield event
+            self._require_progress(self.job.deadlines.startup_timeout_s)
 
     def _until_finished(self) -> Iterator[Event | None]:
         num_drafters = len(self.job.plan.drafters)
@@ -127,6 +140,8 @@ class Engine:
             event = self._next_event()
             num_drafters -= isinstance(event, Finished)
             yield event
+            self._dealt_with(event)
+            self._require_progress(self.job.deadlines.stall_timeout_s)
         while not self._events.empty():
             yield self._events.get_nowait()
 
@@ -135,6 +150,42 @@ class Engine:
             return self._events.get(timeout=0.1)
         except queue.Empty:
             return None
+
+    def _require_progress(self, seconds: float) -> None:
+        try:
+            self.watchdog.require_progress(seconds, self._depths())
+        except StallError as error:
+            culprit = blame_of(error)
+            self._supervisor.fail(culprit.worker if culprit else "a worker", error)
+
+    def _depths(self) -> str:
+        """What lies in the queues."""
+        channels = [
+            f"drafter-{index}: {channel.fill:.0%} of its slots filled"
+            for index, channel in self._channels.items()
+        ]
+        return "; ".join([*channels, f"rows asked of the loader and not built: {self._loader.num_wanted}"])
+
+    def _dealt_with(self, event: Event | None) -> None:
+        with self._boundary:
+            if isinstance(event, ShardState):
+                self._on_the_way[event.steps_done] -= 1
+            self._boundary.notify_all()  # also without a state: `is_safe` may have changed
+
+    def _hand_over(self, state: Callable[[], ShardState], steps_done: int) -> None:
+        """Give the reader a drafter's state once the one before is safe: a kill then costs two boundaries at most,
+        and no more than two states lie in memory."""
+        seconds = self.job.deadlines.write_timeout_s
+        with self._boundary:
+            self.abort.wait(
+                self._boundary,
+                lambda: self._is_safe() and not any(n for s, n in self._on_the_way.items() if s < steps_done),
+                2 * seconds,  # the writer has this deadline too, and names the disk
+                f"the checkpoint before step {steps_done} to be written",
+                patience_s=2 * seconds,
+            )
+            self._on_the_way[steps_done] += 1
+        self._events.put(state())
 
     def _release(self) -> None:
         with self._go:
@@ -146,10 +197,11 @@ class Engine:
         self._events.put(Ready(name, notes))
         with self._go:
             seconds = self.job.deadlines.startup_timeout_s
-            self.abort.wait(self._go, lambda: self._released, seconds, "the other workers to start")
+            self.abort.wait(self._go, lambda: self._released, seconds, "the other workers to start", seconds)
 
     def _run_target(self, index: int, place: Place) -> None:
         name, job = threading.current_thread().name, self.job
+        faults.point(name, "start", 0)
         with place.entered():
             with self._building(name):
                 built = build_target(job, self._replicas, place, name)
@@ -162,6 +214,7 @@ class Engine:
 
     def _run_drafter(self, index: int, place: Place) -> None:
         name, job = threading.current_thread().name, self.job
+        faults.point(name, "start", 0)
         with place.entered():
             with self._building(name):
                 target = (
@@ -181,9 +234,10 @@ class Engine:
                 job.schedule,
                 job.optim,
                 self.stop_line,
+                self.watchdog,
                 self._events.put,
                 job.is_boundary,
-                lambda step: self._events.put(built.shard_state(step + 1, index)),
+                lambda step: self._hand_over(lambda: built.shard_state(step + 1, index), step + 1),
             )
             worker.run()
             place.settle()
@@ -196,12 +250,17 @@ class Engine:
             return LocalSupply(feed, target.forward, target.step, built.row)
         slots = [Slot(built.taps.new_zeros(built.taps.shape)) for _ in range(job.plan.channel_slots)]
         first = job.schedule.first_row_of_drafter(index)
-        stride, seconds = len(job.plan.drafters), job.deadlines.stall_timeout_s
-        self._channels[index] = Channel(slots, first, stride, self.abort, seconds)
+        stride = len(job.plan.drafters)
+        self._channels[index] = Channel(slots, first, stride, self.abort, self._wait_s)
         return ChannelSupply(self._channels[index], built.row, built.taps)
 
     def _feed(self, indices: Iterator[int]) -> RowFeed:
-        return RowFeed(self._loader, indices, self.job.deadlines.stall_timeout_s)
+        return RowFeed(self._loader, indices, self._wait_s)
 
-    def _building(self, name: str):
-        return gate.compiling(name, deadline_s=self.job.deadlines.startup_timeout_s, check=self.abort.check)
+    @contextmanager
+    def _building(self, name: str) -> Iterator[None]:
+        row, seconds = self.job.schedule.first_row, self.job.deadlines.startup_timeout_s
+        self.watchdog.beat(name, "waiting for its turn to start", row, waiting=True)
+        with gate.compiling(name, deadline_s=seconds, check=self.abort.check):
+            self.watchdog.beat(name, "starting", row)
+            yield

@@ -1,8 +1,8 @@
 """Worker threads under one supervisor: the first failure wins, everything stops, the cause is shown.
 
-Every wait in the pipeline goes through `Abort.wait`, which has a deadline and ends at once when any worker
-has failed. A failure elsewhere surfaces in the other workers as `AbortedError`; those are consequences and are
-listed as such.
+Every wait in the pipeline goes through `Abort.wait`, which has a deadline, ends at once when any worker has
+failed, and tells the watchdog that this worker only waits. A failure elsewhere surfaces in the other workers as
+`AbortedError`; those are consequences and are listed as such.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftline.errors import StallError
+from draftline.errors import StallError, blame
+from draftline.watchdog import Watchdog, thread_stacks
 
 
 class AbortedError(Exception):
@@ -28,9 +29,10 @@ class Failure:
 
 
 class Abort:
-    """One switch for all waits of a run."""
+    """One switch for all waits of a run, and the watchdog that hears of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, watchdog: Watchdog | None = None) -> None:
+        self.watchdog = watchdog or Watchdog()
         self._lock = threading.Lock()
         self._conditions: list[threading.Condition] = []
         self._raised = threading.Event()
@@ -62,17 +64,31 @@ class Abort:
             raise AbortedError
 
     def wait(
-        self, condition: threading.Condition, ready: Callable[[], bool], seconds: float, what: str
+        self,
+        condition: threading.Condition,
+        ready: Callable[[], bool],
+        seconds: float,
+        what: str,
+        patience_s: float | None = None,
     ) -> None:
         """Wait, holding `condition`, until `ready()`.
 
         Args:
             what: the thing waited for, as the error names it: "row 17 from target-0".
+            patience_s: seconds that the watchdog grants this wait; None is the run's timeout.
 
         Raises:
             AbortedError: the run is ending.
             StallError: `seconds` passed.
         """
+        if not ready():
+            with self.watchdog.waiting(threading.current_thread().name, what, patience_s):
+                self._wait(condition, ready, seconds, what)
+        self.check()
+
+    def _wait(
+        self, condition: threading.Condition, ready: Callable[[], bool], seconds: float, what: str
+    ) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
             self.check()
@@ -80,10 +96,10 @@ class Abort:
             if left <= 0:
                 raise StallError(
                     f"{threading.current_thread().name} waited {seconds:g} s for {what}; "
-                    "raise deadlines.stall_timeout_s if that is expected"
+                    "raise deadlines.stall_timeout_s if that is expected",
+                    thread_stacks(),
                 )
             condition.wait(left)
-        self.check()
 
 
 class Supervisor:
@@ -107,9 +123,9 @@ class Supervisor:
         except AbortedError:
             pass  # the cause is recorded by the worker that failed first
         except BaseException as error:  # noqa: BLE001 - the one place that catches everything
-            with self._lock:
-                self.failures.append(Failure(name, error))
-            self.abort.raise_now()
+            blame(error, name, self.abort.watchdog.row_of(name))
+            self.fail(name, error)
+        self.abort.watchdog.leave(name)
 
     @property
     def running(self) -> bool:
@@ -117,7 +133,7 @@ class Supervisor:
         return any(thread.is_alive() for thread in self._threads)
 
     def fail(self, worker: str, error: BaseException) -> None:
-        """Record a failure seen outside a worker and end the run."""
+        """Record a failure and end the run."""
         with self._lock:
             self.failures.append(Failure(worker, error))
         self.abort.raise_now()
@@ -138,7 +154,7 @@ class Supervisor:
         if not self.failures:
             return
         first = self.failures[0]
-        first.error.add_note(f"worker: {first.worker}")
+        blame(first.error, first.worker)
         for later in self.failures[1:]:
             first.error.add_note(f"then {later.worker}: {later.error}")
         if stuck:

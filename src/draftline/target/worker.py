@@ -47,11 +47,13 @@ class TargetWorker:
         Raises:
             StallError, AbortedError: see `Abort.wait`.
         """
+        name = threading.current_thread().name
         while (row := feed.next()) is not None:
             self._abort.check()
+            self._abort.watchdog.beat(name, "forward", row.index)
             self._forward.load(row)
             taps = self._step.replay()
-            faults.point(threading.current_thread().name, "row", row.index, taps)
+            faults.point(name, "row", row.index, taps)
             self._deliver(row)
             self.rows_done += 1
 

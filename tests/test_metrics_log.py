@@ -1,0 +1,48 @@
+"""`metrics.jsonl` of a run that was killed and resumed holds every step once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from draftline.metrics import METRICS, MetricsLog, Progress
+
+
+def log_steps(folder: Path, first: int, last: int, resumed: int = 0) -> MetricsLog:
+    log = MetricsLog(folder, resumed)
+    for step in range(first, last + 1):
+        log.write(Progress(step=step), {"train/loss": float(step)})
+    log.close()
+    return log
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [json.loads(line)["progress/step"] for line in (folder / METRICS).read_text().splitlines()]
+
+
+def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path):
+    log_steps(tmp_path, 1, 7)
+    log_steps(tmp_path, 5, 9, resumed=4)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_a_new_file(tmp_path: Path):
+    log_steps(tmp_path, 1, 3)
+    log_steps(tmp_path, 1, 2)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path: Path):
+    log_steps(tmp_path, 1, 3)
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"progress/step": 4, "train/lo')
+    log_steps(tmp_path, 4, 4, resumed=3)
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_it_knows_which_steps_have_been_evaluated(tmp_path: Path):
+    log = MetricsLog(tmp_path)
+    log.write(Progress(step=4), {"eval/step": 4, "eval/tau": 2.0})
+    log.write(Progress(step=9), {"eval/step": 8, "eval/tau": 2.1})
+    log.close()
+    assert MetricsLog(tmp_path, 8).evaluated == {4}
