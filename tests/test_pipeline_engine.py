@@ -1,9 +1,15 @@
 """The threaded pipeline as a whole: any number of workers computes the same training."""
 
+import threading
+import time
+
 import pytest
 import torch
 
-from draftline.config import OptimConfig
+from draftline.config import DeadlineConfig, OptimConfig
+from draftline.drafter.worker import StepRecord
+from draftline.pipeline.engine import Engine
+from draftline.pipeline.state import ShardState
 from tests.pipeline_fixtures import colocated, make_job, run_job
 
 
@@ -36,3 +42,46 @@ def test_the_split_into_rows_per_drafter_does_not_change_the_loss():
     together = run_job(make_job(1, 1, steps=2, rows_per_step=6))
     spread = run_job(make_job(1, 6, steps=2, rows_per_step=6))
     assert spread.losses == pytest.approx(together.losses, rel=1e-5)
+
+
+def test_drafters_wait_at_a_boundary_until_the_state_before_it_is_safe():
+    safe, num_shards, newest = threading.Event(), 0, 0
+    job = make_job(1, 2, steps=8, rows_per_step=2, boundaries=frozenset({2}))
+    engine = Engine(job, is_safe=lambda: num_shards < 2 or safe.is_set())
+    for event in engine.events():
+        if isinstance(event, ShardState):
+            num_shards += 1
+            if num_shards == 2:  # the state of step 2 is on its way to a slow disk
+                until = time.monotonic() + 1
+        if isinstance(event, StepRecord):
+            newest = event.step + 1
+        if num_shards >= 2 and not safe.is_set():
+            assert newest <= 4, "a kill would cost more than two boundaries"
+            if time.monotonic() > until:
+                assert newest == 4
+                safe.set()
+    assert (newest, num_shards) == (8, 8)
+
+
+class SlowDisk:
+    """Takes a while for the first state, and little for the others."""
+
+    def __init__(self) -> None:
+        self.num_states, self.busy_until = 0, 0.0
+
+    def take(self) -> None:
+        self.num_states += 1
+        self.busy_until = time.monotonic() + (1.5 if self.num_states == 1 else 0)
+
+    def is_idle(self) -> bool:
+        return time.monotonic() > self.busy_until
+
+
+def test_a_slow_disk_is_no_stall_of_the_workers_that_wait_for_it():
+    deadlines = DeadlineConfig(stall_timeout_s=0.5, startup_timeout_s=60, write_timeout_s=20)
+    job = make_job(1, 1, steps=4, rows_per_step=1, boundaries=frozenset({1}), deadlines=deadlines)
+    disk = SlowDisk()
+    for event in Engine(job, disk.is_idle).events():
+        if isinstance(event, ShardState):
+            disk.take()
+    assert disk.num_states == 4

@@ -15,8 +15,9 @@ from torch import Tensor
 from draftline import faults
 from draftline.checkpoint import Best, Checkpointer, Snapshot, layout
 from draftline.checkpoint.files import CheckpointFileSystem
-from draftline.errors import CheckpointError, StallError
+from draftline.errors import Blame, CheckpointError, DiskFullError, StallError, blame_of
 from draftline.faults import Fault, InjectedFaultError
+from draftline.folder import newest_checkpoint
 from tests.faults.snapshots import IDENTITY, assert_is_step, checkpointer, resume, save_steps, snapshot
 
 
@@ -76,6 +77,68 @@ def test_a_write_that_hangs_ends_the_run_at_its_deadline(tmp_path: Path) -> None
         saver.close()
     assert time.monotonic() - started < 2
     disk.release.set()
+
+
+def test_a_write_past_its_deadline_is_noticed_without_waiting_for_it(tmp_path: Path) -> None:
+    disk = HeldDisk()
+    saver = Checkpointer(tmp_path / "checkpoints", IDENTITY, keep=2, write_timeout_s=0.2, fs=disk)
+    saver.load_latest()
+    saver.save(snapshot(10))
+    saver.check()
+    assert saver.writing
+    time.sleep(0.3)
+    with pytest.raises(StallError, match="slow or hanging") as caught:
+        saver.check()
+    assert "write_tensors" in (caught.value.stacks or ""), "where the writer hangs"
+    disk.release.set()
+
+
+def test_the_newest_checkpoint_is_known_once_the_folder_was_checked(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    save_steps(root, 10, 20)
+    saver = checkpointer(root)
+    assert saver.newest is None, "nobody has looked at its bytes yet"
+    saver.load_latest()
+    assert saver.newest == root / "step-000020"
+    assert newest_checkpoint(tmp_path) == root / "step-000020"
+    assert newest_checkpoint(tmp_path / "elsewhere") is None
+
+
+def test_room_for_all_checkpoints_that_stay_is_asked_for_before_a_run(tmp_path: Path) -> None:
+    class SmallDisk(CheckpointFileSystem):
+        def free_bytes(self, path: Path) -> int:  # noqa: ARG002 - whatever the folder
+            return 100
+
+    saver = checkpointer(tmp_path / "checkpoints", SmallDisk(), keep=3)
+    saver.load_latest()
+    saver.require_room(25)
+    with pytest.raises(DiskFullError, match="this run's checkpoints need"):
+        saver.require_room(26)
+    save_steps(tmp_path / "checkpoints", 10, 20, 30)
+    saver.require_room(50)  # they are there: one more, and the margin of every write
+    with pytest.raises(DiskFullError):
+        saver.require_room(51)
+
+
+def test_a_full_disk_can_be_forgiven_and_nothing_else_can(tmp_path: Path) -> None:
+    full = Fault(worker="checkpoint", where="file", at=10, kind="enospc")
+    broken = Fault(worker="checkpoint", where="file", at=30, kind="raise")
+    with faults.armed(full, broken):
+        saver = checkpointer(tmp_path / "checkpoints")
+        saver.load_latest()
+        saver.save(snapshot(10))
+        with pytest.raises(DiskFullError) as caught:
+            saver.wait()
+        assert blame_of(caught.value) == Blame("checkpoint", 80)
+        saver.forgive()
+        saver.save(snapshot(20))
+        saver.save(snapshot(30))
+        with pytest.raises(InjectedFaultError):
+            saver.wait()
+        saver.forgive()
+        with pytest.raises(InjectedFaultError):
+            saver.check()
+    assert_is_step(resume(tmp_path / "checkpoints"), 20)
 
 
 @pytest.mark.parametrize("call", ["check", "wait", "save", "close"])
