@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -166,17 +166,55 @@ def test_memory_does_not_grow_with_the_length_of_the_source(tmp_path, monkeypatc
     assert peak(960) - peak(64) < 100_000
 
 
-def test_a_hub_data_set_is_read_as_a_stream(tmp_path):
+def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
-    write_as("jsonl", tmp_path)
-    # `load_dataset` takes a folder where it takes a name, so the stream is real and the network is not needed.
-    chunks = list(Source(str(tmp_path), ()).chunks())
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    write_as("jsonl", tmp_path / "owner" / "name")
+    monkeypatch.chdir(tmp_path)
+    # `load_dataset` takes a folder where it takes a name, so the stream is real; only the commit needs the hub.
+    monkeypatch.setattr(sources, "_hub_commit", {"owner/name": "main"}.__getitem__)
+    chunks = list(Source("owner/name", ()).chunks())
     assert [record for chunk in chunks for _, record in chunk.records()] == ROWS
 
 
-def test_a_hub_name_without_the_extra_says_what_to_install():
-    if importlib.util.find_spec("datasets") is not None:
-        pytest.skip("the extra is installed")
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("owner/name", ("owner/name", None, "train")),
+        ("owner/name:test", ("owner/name", None, "test")),
+        ("owner/name/main", ("owner/name", "main", "train")),
+        ("owner/name/main:test", ("owner/name", "main", "test")),
+    ],
+)
+def test_a_hub_name_says_repository_subset_and_split(monkeypatch, name, asked):
+    datasets = pytest.importorskip("datasets")
+    seen: list[Any] = []
+
+    def refuse(repository: str, subset: str | None, *, split: str, streaming: bool, revision: str) -> None:
+        seen.append((repository, subset, split, streaming, revision))
+        raise ValueError("Config name is missing. Please pick one among: ['main', 'socratic']")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(sources, "_hub_commit", lambda repository: f"commit of {repository}")
+    with pytest.raises(DataError, match=r"cannot be read: Config name is missing.*socratic"):
+        list(resolve_source(name).chunks())
+    assert seen == [(*asked, True, "commit of owner/name")]
+
+
+def test_a_hub_that_cannot_be_reached_is_said_in_a_sentence(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    with pytest.raises(
+        DataError, match=r"owner/nothing-there is no file or folder here.*no route.*the network"
+    ):
+        resolve_source("owner/nothing-there").content_hashes()
+
+
+def unreachable(*_: object) -> None:
+    raise OSError("no route to host")
+
+
+def test_a_hub_name_without_the_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
     source = resolve_source("owner/name:train")
     assert source.total_bytes is None
     with pytest.raises(DataError, match=r"pip install 'draftline\[data\]'"):

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from draftline.data.conversations import Conversation, TokenRow, parse_record
 from draftline.data.document import Document
-from draftline.data.encoding import clip, decode, encode, token_document
+from draftline.data.encoding import clip, count_ids, decode, encode, token_document
 from draftline.data.inspect import segments
 from draftline.data.reasons import Note, Reason, UnusableRow
 from draftline.data.sources import Chunk
@@ -50,7 +50,7 @@ class RowEncoder:
     def __init__(self, template: ChatTemplate, limits: RowLimits) -> None:
         self._template = template
         self._limits = limits
-        self._vocab_size = len(template.tokenizer)
+        self._vocab_size = count_ids(template.tokenizer)
 
     def encode_chunk(self, chunk: Chunk) -> EncodedChunk:
         """Encode every record of a chunk.

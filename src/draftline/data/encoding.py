@@ -68,6 +68,11 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return text
 
 
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest token id; the length of a tokenizer with gaps says less."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def token_document(row: TokenText, vocab_size: int) -> Document:
     """The document of a row that came as token ids.
 

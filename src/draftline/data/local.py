@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftline.data.dialogue import Answer, Dialogue
+from draftline.data.encoding import count_ids
 from draftline.data.reasons import UnusableRow
 from draftline.data.sampling import Sampling
 from draftline.data.server import Failed
@@ -33,6 +34,9 @@ class LocalModel:
         self.seed = seed
         self.stop_ids = _stop_ids(model, tokenizer)
         """Tokens that end an answer."""
+        rows = model.config.get_text_config().vocab_size
+        self._no_tokens = list(range(count_ids(tokenizer), rows))
+        """Rows of a padded head that stand for no token: they must not be drawn."""
         self.limit: int = model.config.get_text_config().max_position_embeddings
         """Tokens that a prompt and its answer may have together."""
 
@@ -57,6 +61,7 @@ class LocalModel:
                 max_new_tokens=self.sampling.max_new_tokens,
                 pad_token_id=pad,
                 eos_token_id=list(self.stop_ids),
+                suppress_tokens=self._no_tokens or None,
                 **_generate_fields(self.sampling),
             )
         return [self._to_stop(row) for row in made[:, longest:].tolist()]

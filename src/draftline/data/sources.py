@@ -1,11 +1,13 @@
 """Reads records from files in bounded chunks, so that memory does not grow with the source.
 
 A source is a file (.jsonl, .jsonl.gz, .json with one list, .parquet), a folder of such files (in order of
-their names), or the name of a hub data set, `owner/name` or `owner/name:split` (extra `data`).
+their names), or a hub data set by name: `owner/name`, `owner/name:split`, `owner/name/subset`,
+`owner/name/subset:split` (extra `data`).
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import re
@@ -27,7 +29,9 @@ CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 """A chunk of lines is closed when it has this many bytes."""
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
+_HUB_NAME = re.compile(r"^(?P<repository>[\w.-]+/[\w.-]+)(/(?P<subset>[\w.-]+))?(:(?P<split>[\w.-]+))?$")
+_WORDS = 300
+"""Characters of a hub's words that an error shows."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -81,7 +85,7 @@ class Source:
         """sha256 of every file by name, or the commit of a hub data set."""
         if self.files:
             return {path.name: hash_file(path) for path in self.files}
-        return {self.name: _hub_commit(self.name)}
+        return {self.name: _hub_commit(_hub_part(self.name, "repository"))}
 
     def chunks(self) -> Iterator[Chunk]:
         """All records in order.
@@ -120,7 +124,10 @@ def resolve_source(name: str | Path) -> Source:
         return Source(str(name), (path,))
     if _HUB_NAME.match(str(name)) and not path.suffix:
         return Source(str(name), ())
-    raise DataError(f"{name} is neither a file, a folder nor the name of a hub data set (owner/name)")
+    raise DataError(
+        f"{name} is neither a file, a folder nor the name of a hub data set (owner/name, owner/name/subset, "
+        "either with :split)"
+    )
 
 
 def _parsed(line: bytes) -> Any:
@@ -184,10 +191,20 @@ def _list_chunks(path: Path, source: int, read: int) -> Iterator[Chunk]:
         yield Chunk(str(path), first, source + first, part, read + share)
 
 
-def _hub_commit(name: str) -> str:
+def _hub_part(name: str, part: str) -> str:
+    found = _HUB_NAME.match(name)
+    return (found[part] or "") if found else name
+
+
+@functools.cache
+def _hub_commit(repository: str) -> str:
+    """The newest commit; asked for once, so that what is hashed is what is read."""
     from huggingface_hub import HfApi  # noqa: PLC0415 - only hub names need it
 
-    return str(HfApi().dataset_info(name.partition(":")[0]).sha)
+    try:
+        return str(HfApi().dataset_info(repository).sha)
+    except Exception as error:  # noqa: BLE001 - every version of the client raises its transport's own errors
+        raise DataError(_unreadable(repository, error)) from None
 
 
 def _hub_chunks(name: str) -> Iterator[Chunk]:
@@ -198,9 +215,27 @@ def _hub_chunks(name: str) -> Iterator[Chunk]:
             f"{name} is read from the hub, which needs the `datasets` package: "
             "pip install 'draftline[data]'; or give a .jsonl or .parquet file"
         ) from None
-    repository, _, split = name.partition(":")
-    records = load_dataset(repository, split=split or "train", streaming=True)
+    repository, subset, split = (_hub_part(name, part) for part in ("repository", "subset", "split"))
+    commit = _hub_commit(repository)
+    try:
+        records = load_dataset(
+            repository, subset or None, split=split or "train", streaming=True, revision=commit
+        )
+        yield from _batches(name, records)
+    except Exception as error:
+        # Streams raise their transport's errors, formats and data sets their own.
+        raise DataError(_unreadable(name, error)) from error
+
+
+def _batches(name: str, records: Any) -> Iterator[Chunk]:
     for first, batch in enumerate(records.iter(batch_size=CHUNK_ROWS)):
         columns = list(batch)
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         yield Chunk(name, first * CHUNK_ROWS, first * CHUNK_ROWS, rows, 0)
+
+
+def _unreadable(name: str, error: Exception) -> str:
+    return (
+        f"{name} is no file or folder here, and as a hub data set it cannot be read: {str(error)[:_WORDS]}; "
+        "check the name and the network, or give a .jsonl or .parquet file"
+    )
