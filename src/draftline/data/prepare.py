@@ -25,6 +25,7 @@ from draftline.data.sources import Chunk, Source, resolve_source
 from draftline.data.store import FORMAT, StoreWriter, open_store, read_manifest
 from draftline.data.tally import Tally
 from draftline.data.template import ChatTemplate, TemplateOptions, read_template, stop_token_ids
+from draftline.data.witness import how_marked
 from draftline.errors import DataError, DiskFullError
 
 PARALLEL_BYTES = 8 << 20
@@ -70,7 +71,7 @@ def prepare(
 
     Raises:
         DataError: a malformed line (named by file and line), no row kept, answers that cannot be marked in
-            too many rows, or `out` belongs to another tokenizer or is not a store.
+            too many rows or that trl marks otherwise, or `out` belongs to another tokenizer or is not a store.
         ConfigError: the file of a template or of tools cannot be read.
         DiskFullError: there is no room for the store.
     """
@@ -81,6 +82,7 @@ def prepare(
     manifest = _manifest(resolved, tokenizer, template, limits, options)
     if _is_current(out, manifest, overwrite=overwrite):
         return PrepareReport.read(out / "report.json")
+    marked = how_marked(template)
     started = time.monotonic()
     tally = Tally()
     try:
@@ -93,7 +95,7 @@ def prepare(
                     progress(Progress(tally.rows, tally.tokens, chunk.bytes_read, resolved.total_bytes))
             _refuse_unmasked(tally, options, at_end=True)
             _refuse_empty(tally, resolved)
-            report = build_report(tally, writer.duplicates(), time.monotonic() - started)
+            report = build_report(tally, writer.duplicates(), time.monotonic() - started, marked)
             writer.commit(manifest, report.to_json())
     except OSError as error:
         if error.errno == errno.ENOSPC:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from draftline.data.inspect import Segment, marked_text
 from draftline.data.tally import Tally
@@ -36,6 +37,8 @@ class PrepareReport:
     """Documents whose source row had been seen before."""
     samples: tuple[tuple[Segment, ...], ...]
     seconds: float
+    marked: str = ""
+    """By what the answers were marked."""
 
     @property
     def supervised_share(self) -> float:
@@ -55,7 +58,7 @@ class PrepareReport:
         return cls(**raw)
 
 
-def build_report(tally: Tally, duplicates: int, seconds: float) -> PrepareReport:
+def build_report(tally: Tally, duplicates: int, seconds: float, marked: str) -> PrepareReport:
     """The report of a finished tally."""
     return PrepareReport(
         rows=tally.rows,
@@ -70,12 +73,15 @@ def build_report(tally: Tally, duplicates: int, seconds: float) -> PrepareReport
         duplicates=duplicates,
         samples=tuple(tally.samples),
         seconds=round(seconds, 2),
+        marked=marked,
     )
 
 
 def render_report(report: PrepareReport, *, colour: bool) -> RenderableType:
     """The report for a terminal; `colour` off marks supervised text by [[ ]] instead."""
     parts: list[RenderableType] = [_totals(report)]
+    if report.marked:
+        parts.append(Text(f"answers are marked {report.marked}"))
     if report.dropped:
         parts.append(_dropped(report))
     if report.notes or report.duplicates:

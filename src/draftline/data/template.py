@@ -33,7 +33,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _SWITCHES = ("enable_thinking", "thinking")
 
 # A template is a program from elsewhere: these are what a sandboxed one can raise on input it did not expect.
-_TEMPLATE_FAILURES = (
+TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -118,7 +118,7 @@ class ChatTemplate:
         turns = [_in_parts(message) for message in messages] if self.content_in_parts else list(messages)
         try:
             rendered: Any = _render_arguments(render, turns)
-        except _TEMPLATE_FAILURES as error:
+        except TEMPLATE_FAILURES as error:
             raise UnusableRow(Reason.REFUSED, f"{type(error).__name__}: {error}") from None
         texts, marks = rendered
         return texts[0], marks[0] if marks else []
