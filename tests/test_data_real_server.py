@@ -1,6 +1,6 @@
 """Regenerate against `transformers serve`, a real server process on this machine, killed and resumed.
 
-Needs what that server needs (pip install fastapi uvicorn openai); about a minute on two cores.
+About a minute on two cores.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftline.cli import app
 from draftline.data.local import LocalModel, LocalWriter
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.regenerate import RegenerateOptions, regenerate
@@ -98,16 +99,41 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_killed_twice_and_a_server_killed_once_lose_and_double_no_row(tmp_path, source):
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def test_a_target_behind_a_server_writes_prompts_and_answers_them_from_the_command_line(tmp_path):
+    port = free_port()
+    prompts, chats, url = tmp_path / "p.jsonl", tmp_path / "c.jsonl", f"--url=http://localhost:{port}/v1"
+    # This server does not sample by temperature alone.
+    sample = json.dumps({"generation_config": json.dumps({"do_sample": True})})
+    with server(port):
+        command("synthesize", prompts, url, "--target=builtin:tiny", "--count=4", "--extra", sample)
+        command("regenerate", prompts, chats, url, "--max-new-tokens=80", "--temperature=0")
+    written = [json.loads(line) for line in chats.read_text().splitlines()]
+    asked = [json.loads(line)["messages"][0] for line in prompts.read_text().splitlines()]
+    assert sorted(row["source"] for row in written) == list(range(4))
+    assert {row["messages"][0]["content"] for row in written} == {turn["content"] for turn in asked}
+    assert all(row["messages"][1]["content"] for row in written)
+
+
+def command(*tokens: object) -> None:
+    app(
+        [str(token) for token in tokens], exit_on_error=False, print_error=False, result_action="return_value"
+    )
+
+
+def test_a_run_killed_twice_and_a_server_killed_once_lose_and_double_no_row(tmp_path, source):
+    port = free_port()
     out, url = tmp_path / "out.jsonl", f"http://localhost:{port}/v1"
-    command = [sys.executable, "-c", PROGRAM, url, str(source), str(out)]
+    program = [sys.executable, "-c", PROGRAM, url, str(source), str(out)]
     with server(port) as process:
-        kill_when_written(command, out, 4)
-        kill_when_written(command, out, 8)
-        client = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
+        kill_when_written(program, out, 4)
+        kill_when_written(program, out, 8)
+        client = subprocess.Popen(program, env=ENVIRONMENT, stderr=subprocess.PIPE)
         while lines(out) < 12:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
