@@ -129,7 +129,10 @@ def test_a_nan_in_the_taps_of_one_row_ends_the_run_with_its_step_and_rows():
     with armed(Fault(worker="target-1", where="row", at=5, kind="nan")):
         ending = ending_of(make_job(2, 2, steps=4, rows_per_step=4))
     assert isinstance(ending.error, NonFiniteError)
-    assert "step 1: gradient norm nan, rows 4..7; the update was withheld" in str(ending.error)
+    assert "step 1: the loss of row 5 is not finite, gradient norm nan; the update was withheld" in str(
+        ending.error
+    )
+    assert blame_of(ending.error) == Blame("drafter-1", 5)
 
 
 def test_a_nan_leaves_the_weights_of_the_last_good_step():

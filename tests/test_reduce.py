@@ -50,7 +50,10 @@ def train(size: int, steps: list[list[float]], dtype: torch.dtype = torch.float3
     optimizers = [ShardedAdamW(p, i, size, CONFIG) for i, p in enumerate(parameters)]
     stats = [torch.zeros(NUM_STATS) for _ in range(size)]
     for index in range(size):
-        reducer.join(index, Member(parameters[index], optimizers[index], stats[index], torch.zeros(())))
+        reducer.join(
+            index,
+            Member(parameters[index], optimizers[index], stats[index], torch.zeros(()), torch.zeros(12)),
+        )
     outcomes: list[list[StepOutcome]] = [[] for _ in range(size)]
 
     def work(index: int) -> None:

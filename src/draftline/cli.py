@@ -27,7 +27,7 @@ from draftline.data.options import (
     SynthesizeOptions,
 )
 from draftline.data.sampling import Sampling
-from draftline.errors import ConfigError, DraftlineError, StallError
+from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
 from draftline.monitor import run_monitored, start_heartbeat
 
 app = App(
@@ -351,6 +351,28 @@ def export(run: Path, out: Path, *, json_output: JsonFlag = False) -> None:
     from draftline.commands import export_run  # noqa: PLC0415 - transformers takes seconds to import
 
     _print(export_run(run, out), json_output=json_output)
+
+
+@app.command
+def replay(folder: Path, *, json_output: JsonFlag = False) -> None:
+    """Compute a training step that was not finite again, and show what is not finite, and where.
+
+    Exit code 5 when it is not finite this time either.
+
+    Parameters
+    ----------
+    folder
+        Saved step, in the folder `not-finite` of a run that ended with exit code 5.
+    json_output
+        Print one JSON object.
+    """
+    from draftline.replay import describe, to_json  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.replay import replay as compute_again  # noqa: PLC0415
+
+    outcome = compute_again(folder)
+    print(json.dumps(to_json(outcome)) if json_output else "\n".join(describe(outcome)))
+    if not outcome.is_finite:
+        sys.exit(NonFiniteError.exit_code)
 
 
 @app.command

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import torch
 
-from draftline.errors import BLAME, DiskFullError, DraftlineError, OutOfMemoryError, StallError, blame_of
+from draftline.errors import (
+    BLAME,
+    DiskFullError,
+    DraftlineError,
+    NonFiniteError,
+    OutOfMemoryError,
+    StallError,
+    blame_of,
+)
 from draftline.result import RunResult
 
 INTERRUPTED = 130
@@ -67,6 +75,7 @@ def failed(
         consequences=tuple(note for note in notes if not note.startswith(BLAME)),
         command=tuple(command),
         stacks=error.stacks if isinstance(error, StallError) else None,
+        replay=str(error.saved) if isinstance(error, NonFiniteError) and error.saved else None,
         skipped_checkpoints=skipped_checkpoints,
     )
 

@@ -7,6 +7,7 @@ anything that is not a DraftlineError is a bug and is shown with its traceback (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 BLAME = "worker: "
 """How the note that names the failed worker begins."""
@@ -61,6 +62,8 @@ class NonFiniteError(DraftlineError):
     """A loss or gradient that is NaN or infinite; the update was withheld."""
 
     exit_code = 5
+    saved: Path | None = None
+    """Folder of the step, for `draftline replay`."""
 
 
 class StallError(DraftlineError):

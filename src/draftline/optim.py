@@ -105,7 +105,8 @@ class ShardedAdamW:
     """AdamW on one drafter's shard: float32 masters, clipping and the finite check folded into the update.
 
     Everything stays on the device: a step whose gradient is not finite changes nothing (the fused kernel is
-    told through `found_inf`) and the host learns of it later, without a synchronisation.
+    told through `found_inf`), nor does any later one, so that the state of the bad step is still there when the
+    host learns of it, without a synchronisation.
     """
 
     def __init__(self, parameters: FlatParameters, index: int, num_shards: int, config: OptimConfig) -> None:
@@ -156,7 +157,7 @@ class ShardedAdamW:
         """
         weight = total_weight.clamp_min(torch.finfo(torch.float32).tiny)
         norm = square_sum.sqrt() / weight
-        self.found_inf.copy_(1.0 - torch.isfinite(norm).float())
+        self.found_inf.copy_(torch.maximum(self.found_inf, 1.0 - torch.isfinite(norm).float()))
         self.grad_scale.copy_(weight * (norm / self.clip_norm).clamp_min(1.0))
         self._optimizer.step()
         if self.weights.dtype != torch.float32:

@@ -37,6 +37,8 @@ class RunResult(Frozen):
     """Command line of the run."""
     stacks: str | None = None
     """Stacks of all threads, when the run stalled."""
+    replay: str | None = None
+    """Folder of the step that was not finite, for `draftline replay`."""
     skipped_checkpoints: int = 0
     """Checkpoints that found no room on the disk while `checkpoint.on_disk_full` is `continue`."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftline.badstep import saved_for_replay
 from draftline.checkpoint import Checkpointer, Loaded, Snapshot
 from draftline.config import DrafterSpec, RunConfig
 from draftline.console import Bar, Screen
@@ -33,7 +34,7 @@ from draftline.folder import CHECKPOINTS, RunFolder
 from draftline.greedy import Limit
 from draftline.metrics import MetricsLog, Progress, eval_metrics, train_metrics
 from draftline.paths import EXPORT, builtin_prompts
-from draftline.pipeline.engine import Engine, Ready
+from draftline.pipeline.engine import BadStep, Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, TrainingState, join_shards
 from draftline.prompts import load_prompts
@@ -231,7 +232,10 @@ class _Session:
             return
         engine = Engine(job, is_safe=lambda: not self._checkpointer.writing)
         starvation = Starvation(engine.watchdog)
-        with self._screen.progress("step", schedule.num_steps, schedule.first_step) as bar:
+        with (
+            saved_for_replay(self._prepared, self._config) as keep_bad_step,
+            self._screen.progress("step", schedule.num_steps, schedule.first_step) as bar,
+        ):
             for event in engine.events():
                 with self._full_disk_may_pass():
                     self._checkpointer.check()
@@ -244,6 +248,8 @@ class _Session:
                     self._note_step(event, log, bar, starvation)
                 elif isinstance(event, ShardState):
                     self._collect(event)
+                elif isinstance(event, BadStep):
+                    keep_bad_step(event)
                 self._report_evaluations(log)
 
     def _note_step(self, record: StepRecord, log: MetricsLog, bar: Bar, starvation: Starvation) -> None:

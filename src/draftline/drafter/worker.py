@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.config import OptimConfig
 from draftline.drafter.supply import Supply
-from draftline.errors import NonFiniteError
-from draftline.optim import ShardedAdamW, learning_rate
-from draftline.pipeline.reduce import Reducer, StepOutcome
+from draftline.errors import NonFiniteError, blame
+from draftline.optim import learning_rate
+from draftline.pipeline.reduce import Member, Reducer, StepOutcome
 from draftline.pipeline.schedule import Schedule, StopLine
 from draftline.watchdog import Watchdog
 
@@ -31,6 +32,7 @@ class StepRecord:
     num_tokens: int
     """Target tokens in this drafter's rows, padding excluded."""
     rows: range
+    marks: Tensor  # float32 [rows of the step], see `StepOutcome`
 
 
 class _Reading:
@@ -39,7 +41,8 @@ class _Reading:
     def __init__(self, outcome: StepOutcome, step: int, lr: float, num_tokens: int, rows: range) -> None:
         on_cuda = outcome.stats.is_cuda
         self._meta = (step, lr, num_tokens, rows)
-        source = torch.cat([outcome.stats, outcome.norm[None]])
+        self._num_marks = len(outcome.marks)
+        source = torch.cat([outcome.norm[None], outcome.marks, outcome.stats])
         self._host = torch.empty(source.shape, pin_memory=on_cuda)
         self._host.copy_(source, non_blocking=True)
         self._event = torch.cuda.current_stream(source.device).record_event() if on_cuda else None
@@ -49,7 +52,8 @@ class _Reading:
         if self._event is not None:
             self._event.synchronize()
         step, lr, num_tokens, rows = self._meta
-        return StepRecord(step, self._host[:-1], float(self._host[-1]), lr, num_tokens, rows)
+        marks, stats = self._host[1:].tensor_split([self._num_marks])
+        return StepRecord(step, stats, float(self._host[0]), lr, num_tokens, rows, marks)
 
 
 class DrafterWorker:
@@ -61,7 +65,7 @@ class DrafterWorker:
         supply: Supply,
         step: Step[None],
         reducer: Reducer,
-        optimizer: ShardedAdamW,
+        member: Member,
         schedule: Schedule,
         config: OptimConfig,
         stop_line: StopLine,
@@ -69,14 +73,15 @@ class DrafterWorker:
         on_record: Callable[[StepRecord], None],
         is_boundary: Callable[[int], bool],
         at_boundary: Callable[[int], None],
+        on_bad_step: Callable[[int], None],
     ) -> None:
         """`on_record` gets every finished step; `at_boundary(step)` runs after a step that `is_boundary`,
-        once that step is known to be sound."""
+        once that step is known to be sound; `on_bad_step(step)` before the error of one that is not finite."""
         self._index, self._supply, self._step = index, supply, step
-        self._reducer, self._optimizer = reducer, optimizer
+        self._reducer, self._member = reducer, member
         self._schedule, self._config, self._stop_line = schedule, config, stop_line
         self._watchdog, self._on_record = watchdog, on_record
-        self._is_boundary, self._at_boundary = is_boundary, at_boundary
+        self._is_boundary, self._at_boundary, self._on_bad_step = is_boundary, at_boundary, on_bad_step
 
     def run(self) -> None:
         """Train from the schedule's first step until its last, or until a stop was asked for.
@@ -107,25 +112,45 @@ class DrafterWorker:
         self._watchdog.beat(name, "step", rows[0])
         faults.point(name, "step", step)
         lr = learning_rate(self._config, step, self._schedule.num_steps)
-        self._optimizer.lr.fill_(lr)
-        num_tokens = 0
+        self._member.optimizer.lr.fill_(lr)
+        num_tokens, first = 0, self._schedule.rows_of_step(step).start
         for index in rows:
             self._watchdog.beat(name, "step", index)
             row = self._supply.load(index)
             self._step.replay()
+            self._member.mark(index - first)
             num_tokens += row.starts[-1]
         return _Reading(self._reducer.reduce(self._index), step, lr, num_tokens, rows)
 
     def _report(self, record: StepRecord) -> None:
-        if not torch.isfinite(self._host_values(record)).all():
-            rows = self._schedule.rows_of_step(record.step)  # the culprit may be another drafter's
-            raise NonFiniteError(
-                f"step {record.step}: gradient norm {record.grad_norm}, rows {rows.start}..{rows.stop - 1}; the "
-                "update was withheld, the last checkpoint is good. Lower optim.lr, or look at these rows with "
-                "`draftline inspect`"
-            )
-        self._on_record(record)
+        figures = torch.cat([record.stats, record.marks, torch.tensor([record.grad_norm])])
+        if figures.isfinite().all():
+            self._on_record(record)
+            return
+        self._on_bad_step(record.step)
+        raise _bad_step(record, self._schedule)
 
-    @staticmethod
-    def _host_values(record: StepRecord) -> Tensor:
-        return torch.cat([record.stats, torch.tensor([record.grad_norm])])
+
+def _bad_step(record: StepRecord, schedule: Schedule) -> NonFiniteError:
+    """The error of a step that is not finite; every drafter that raises it blames the same worker and row."""
+    rows = schedule.rows_of_step(record.step)
+    row = first_bad_row(record.marks, rows)
+    what = f"the gradient of rows {rows.start}..{rows.stop - 1}" if row is None else f"the loss of row {row}"
+    error = NonFiniteError(
+        f"step {record.step}: {what} is not finite, gradient norm {record.grad_norm}; the update was withheld"
+    )
+    if row is not None:
+        blame(error, f"drafter-{schedule.drafter_of(row)}", row)
+    return error
+
+
+def first_bad_row(marks: Tensor, rows: range) -> int | None:
+    """The lowest row whose own loss is not finite; None when only the gradient is not.
+
+    Args:
+        marks: float32 [rows of the step], each drafter's running loss sum after each of its rows.
+    """
+    # a drafter's later rows are bad only because its sum runs on, so only the lowest is sure
+    return next(
+        (row for row, mark in zip(rows, marks.tolist(), strict=True) if not math.isfinite(mark)), None
+    )

@@ -52,6 +52,12 @@ class BuiltDrafter:
         }
         return ShardState(steps_done, index, self.member.parameters.layout, tensors)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The compute weights by name, copied to the host."""
+        parameters = self.member.parameters
+        views = parameters.layout.views(parameters.weights)
+        return {name: view.detach().to("cpu", copy=True) for name, view in views.items()}
+
 
 def build_target(job: Job, replicas: Replicas, place: Place, name: str) -> BuiltTarget:
     """The tapped forward of one worker, warmed on the first row of the run."""
@@ -104,7 +110,8 @@ def build_drafter(
         job.loss.chunk_rows,
         (lambda function: compile_isolated(function, name)) if captured else None,
     )
-    member = Member(parameters, optimizer, step.stats, torch.zeros((), device=place.device))
+    marks = torch.zeros(job.schedule.rows_per_step, device=place.device)
+    member = Member(parameters, optimizer, step.stats, torch.zeros((), device=place.device), marks)
     notes = _prove(job, step, place, name) if captured else ()
     finished = _finish(step.run, [step, member], place, captured=captured)
     parameters.gradients.zero_()  # the warm steps left theirs

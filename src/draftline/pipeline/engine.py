@@ -8,10 +8,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+
+from torch import Tensor
 
 from draftline import faults
 from draftline.compiling import gate, tripwire
@@ -62,7 +64,16 @@ class TargetFinished:
     rows: int
 
 
-Event = Ready | StepRecord | ShardState | Finished | TargetFinished
+@dataclass(frozen=True)
+class BadStep:
+    """A step whose gradient is not finite; its error follows."""
+
+    step: int
+    weights: Mapping[str, Tensor]
+    """The drafter's compute weights in that step, on the host."""
+
+
+Event = Ready | StepRecord | ShardState | BadStep | Finished | TargetFinished
 
 
 class Engine:
@@ -230,7 +241,7 @@ class Engine:
                 supply,
                 built.step,
                 self._reducer,
-                built.member.optimizer,
+                built.member,
                 job.schedule,
                 job.optim,
                 self.stop_line,
@@ -238,6 +249,7 @@ class Engine:
                 self._events.put,
                 job.is_boundary,
                 lambda step: self._hand_over(lambda: built.shard_state(step + 1, index), step + 1),
+                lambda step: self._events.put(BadStep(step, built.weights())),
             )
             worker.run()
             place.settle()

@@ -60,6 +60,11 @@ class Member:
     optimizer: ShardedAdamW
     stats: Tensor  # float32 [stats]; summed over the rows of the step
     square_sum: Tensor  # float32 []
+    marks: Tensor  # float32 [rows of a step]; see `mark`
+
+    def mark(self, place: int) -> None:
+        """Note the loss sum after the row at `place` of the step: the first that is not finite is a bad row's."""
+        self.marks[place].copy_(self.stats[0])
 
     @property
     def device(self) -> torch.device:
@@ -73,6 +78,7 @@ class StepOutcome:
 
     stats: Tensor  # float32 [stats]
     norm: Tensor  # float32 []; gradient norm before clipping
+    marks: Tensor  # float32 [rows of a step]; from the first bad row of a drafter on, its rows are not finite
 
 
 class Reducer:
@@ -94,6 +100,8 @@ class Reducer:
         _sum_in_order(own.optimizer.gradient, [m.parameters.gradients[own.optimizer.slice] for m in members])
         stats = torch.empty_like(own.stats)
         _sum_in_order(stats, [m.stats for m in members])
+        marks = torch.empty_like(own.marks)
+        _sum_in_order(marks, [m.marks for m in members])
         own.square_sum.copy_(own.optimizer.square_sum())
         self._meeting.meet(own.device, "the gradient norm")
         square_sum = torch.empty_like(own.square_sum)
@@ -101,12 +109,13 @@ class Reducer:
         norm = own.optimizer.update(square_sum, stats[1])  # stats[1] is the total slot weight
         own.parameters.gradients.zero_()
         own.stats.zero_()
+        own.marks.zero_()
         self._meeting.meet(own.device, "the update")
         for other in members:
             if other is not own:
                 shard = other.optimizer.slice
                 own.parameters.weights[shard].copy_(other.parameters.weights[shard], non_blocking=True)
-        return StepOutcome(stats=stats, norm=norm)
+        return StepOutcome(stats=stats, norm=norm, marks=marks)
 
 
 def _sum_in_order(out: Tensor, parts: list[Tensor]) -> None:
