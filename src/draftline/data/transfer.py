@@ -1,11 +1,12 @@
 """A row on a device: fixed addresses, one copy per row.
 
-A captured step reads its inputs by address, so the row's tensors live in one buffer that every new row
-overwrites.
+A captured step reads its inputs by address, so they live in one buffer that every new row overwrites. The copy
+starts from pinned memory: from pageable memory the host would wait for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 
 import torch
@@ -30,23 +31,54 @@ def row_tensors(row: Row) -> dict[str, Tensor]:
     return named
 
 
+class StagedBuffer:
+    """Named tensors in one device buffer, overwritten from the host without waiting for the device."""
+
+    def __init__(self, example: Mapping[str, Tensor], device: torch.device) -> None:
+        """Lay out a buffer for tensors shaped like `example`, and load it."""
+        self._bounds: dict[str, tuple[int, int]] = {}
+        total = 0
+        for name, tensor in example.items():
+            size = tensor.numel() * tensor.element_size()
+            self._bounds[name] = (total, total + size)
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
+        pin = device.type == "cuda"
+        stages = [torch.zeros(total, dtype=torch.uint8, pin_memory=pin) for _ in range(NUM_STAGES)]
+        self._stages = [self._views(stage, example) for stage in stages]
+        self._stage_buffers = stages
+        self._sent: list[DeviceEvent | None] = [None] * NUM_STAGES
+        self._turn = 0
+        self.tensors = self._views(self._buffer, example)
+        """Views of the device buffer by name; their addresses never change."""
+        self.load(example)
+
+    def _views(self, buffer: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: buffer[slice(*self._bounds[name])].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in like.items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite all of them, on the current stream."""
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()  # NUM_STAGES loads ago; long done
+        for name, view in self._stages[self._turn].items():
+            view.copy_(tensors[name])
+        self._buffer.copy_(self._stage_buffers[self._turn], non_blocking=True)
+        if self._buffer.is_cuda:
+            self._sent[self._turn] = torch.cuda.current_stream(self._buffer.device).record_event()
+        self._turn = (self._turn + 1) % NUM_STAGES
+
+
 class DeviceRow:
     """One row's tensors on a device, at addresses that never change."""
 
     def __init__(self, example: Row, device: torch.device) -> None:
         """Lay out a buffer for rows shaped like `example`."""
-        self._bounds: dict[str, tuple[int, int]] = {}
-        total = 0
-        for name, tensor in row_tensors(example).items():
-            size = tensor.numel() * tensor.element_size()
-            self._bounds[name] = (total, total + size)
-            total += -(-size // ALIGNMENT) * ALIGNMENT
-        self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
-        on_cuda = device.type == "cuda"
-        self._stages = [torch.zeros(total, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(NUM_STAGES)]
-        self._sent: list[DeviceEvent | None] = [None] * NUM_STAGES
-        self._turn = 0
-        views = self._views(self._buffer, example)
+        self._buffer = StagedBuffer(row_tensors(example), device)
+        views = self._buffer.tensors
         self.input_ids, self.positions, self.document_ids = (
             views["input_ids"],  # int64 [T]
             views["positions"],  # int64 [T]
@@ -58,23 +90,7 @@ class DeviceRow:
             BlockTables(**{field.name: views[f"{index}.{field.name}"] for field in fields(BlockTables)})
             for index in range(len(example.tables))
         )
-        self.load(example)
-
-    def _views(self, buffer: Tensor, like: Row) -> dict[str, Tensor]:
-        return {
-            name: buffer[slice(*self._bounds[name])].view(tensor.dtype).view(tensor.shape)
-            for name, tensor in row_tensors(like).items()
-        }
 
     def load(self, row: Row) -> None:
         """Overwrite with another row, on the current stream."""
-        sent = self._sent[self._turn]
-        if sent is not None:
-            sent.synchronize()  # two rows ago; long done
-        stage = self._stages[self._turn]
-        for name, view in self._views(stage, row).items():
-            view.copy_(row_tensors(row)[name])
-        self._buffer.copy_(stage, non_blocking=True)
-        if self._buffer.is_cuda:
-            self._sent[self._turn] = torch.cuda.current_stream(self._buffer.device).record_event()
-        self._turn = (self._turn + 1) % NUM_STAGES
+        self._buffer.load(row_tensors(row))

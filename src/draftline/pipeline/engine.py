@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftline import faults
 from draftline.compiling import gate, tripwire
+from draftline.compiling.proof import prepare_profiler
 from draftline.compiling.seal import seal, unseal
 from draftline.data.feed import RowFeed, RowLoader
 from draftline.drafter.supply import ChannelSupply, LocalSupply, Supply
@@ -129,6 +130,8 @@ class Engine:
 
     def _start(self) -> None:
         plan = self.job.plan
+        if plan.backend == "flex":
+            prepare_profiler()  # its first start belongs to the main thread
         for index in range(LOADER_THREADS):
             self._supervisor.start(f"loader-{index}", self._loader.run)
         if plan.mode == "split":

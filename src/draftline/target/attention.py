@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "draftline_packed"
 Kernel = Literal["varlen", "mask"]
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+"""torch 2.11 takes grouped heads as they are; later versions want to be told."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -97,8 +101,6 @@ def packed_attention(
 def _varlen(
     packing: Packing, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - CUDA builds only
-
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     left = -1 if window is None else window - 1  # the window counts the current token
     out = varlen_attn(
@@ -111,18 +113,10 @@ def _varlen(
         packing.max_document,
         scale=scaling,
         window_size=(left, 0),
-        **_grouped_heads(),
+        **GROUPED_HEADS,
     )
     assert isinstance(out, Tensor)
     return out[None]
-
-
-@cache
-def _grouped_heads() -> dict[str, Any]:
-    """torch 2.11 takes grouped heads as they are; later versions want to be told."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - CUDA builds only
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

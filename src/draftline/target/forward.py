@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftline.data.rows import Row
+from draftline.data.transfer import StagedBuffer
 from draftline.errors import ConfigError
 from draftline.target.attention import ATTENTION_NAME, Packing, attach, choose_kernel
 from draftline.target.load import text_config
@@ -69,11 +70,12 @@ class TappedForward:
         self.out = torch.zeros(
             token_budget, len(target_layer_ids) * hidden, device=self.device, dtype=weight.dtype
         )
-        self.input_ids = torch.zeros(1, token_budget, dtype=torch.int64, device=self.device)
-        self.positions = torch.zeros(1, token_budget, dtype=torch.int64, device=self.device)
+        self._inputs = StagedBuffer(_empty_inputs(token_budget, max_documents), self.device)
+        tensors = self._inputs.tensors
+        self.input_ids, self.positions = tensors["input_ids"][None], tensors["positions"][None]  # [1, tokens]
         self.packing = Packing(
-            cu_seqlens=torch.full((max_documents + 2,), token_budget, dtype=torch.int32, device=self.device),
-            document_ids=torch.zeros(token_budget, dtype=torch.int32, device=self.device),
+            cu_seqlens=tensors["cu_seqlens"],
+            document_ids=tensors["document_ids"],
             max_document=token_budget,
             kernel=choose_kernel(self.device, weight.dtype),
         )
@@ -106,13 +108,16 @@ class TappedForward:
             layer.forward = MethodType(compiled[type(layer)], layer)
 
     def load(self, row: Row) -> None:
-        """Bring a row to the device; in the packed form this only writes to fixed addresses."""
+        """Bring a row to the device, at fixed addresses."""
         self._row = row
-        self.input_ids[0].copy_(row.input_ids, non_blocking=True)
-        self.positions[0].copy_(row.positions, non_blocking=True)
-        if self.form == "packed":
-            self.packing.document_ids.copy_(row.document_ids, non_blocking=True)
-            self.packing.cu_seqlens.copy_(_padded_bounds(row, self.packing), non_blocking=True)
+        self._inputs.load(
+            {
+                "input_ids": row.input_ids,
+                "positions": row.positions,
+                "document_ids": row.document_ids,
+                "cu_seqlens": _padded_bounds(row, self.packing),
+            }
+        )
 
     @torch.inference_mode()
     def run(self) -> Tensor:
@@ -146,6 +151,16 @@ def _truncate(model: PreTrainedModel, num_layers: int) -> tuple[PreTrainedModel,
     text = text_config(body.config)
     text.num_hidden_layers = num_layers
     return body, kept
+
+
+def _empty_inputs(token_budget: int, max_documents: int) -> dict[str, Tensor]:
+    """What a row brings to the device, before any row has come."""
+    return {
+        "input_ids": torch.zeros(token_budget, dtype=torch.int64),
+        "positions": torch.zeros(token_budget, dtype=torch.int64),
+        "document_ids": torch.zeros(token_budget, dtype=torch.int32),
+        "cu_seqlens": torch.full((max_documents + 2,), token_budget, dtype=torch.int32),
+    }
 
 
 def _padded_bounds(row: Row, packing: Packing) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from draftline.compiling import tripwire  # noqa: E402
+from draftline.compiling.graphs import LaunchedStep  # noqa: E402
 from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig  # noqa: E402
 from draftline.data.document import Document  # noqa: E402
 from draftline.data.rows import RowShape, RowSource  # noqa: E402
 from draftline.drafter.step import distinct_windows  # noqa: E402
 from draftline.drafter.worker import StepRecord  # noqa: E402
+from draftline.pipeline import build  # noqa: E402
 from draftline.pipeline.engine import Engine, Ready  # noqa: E402
 from draftline.pipeline.job import Job, max_documents  # noqa: E402
 from draftline.pipeline.plan import Plan  # noqa: E402
@@ -174,6 +177,36 @@ def check_repeatable(gpus: int) -> dict[str, Any]:
     return {"last": first[-1]}
 
 
+def check_no_host_synchronisation(gpus: int) -> dict[str, Any]:
+    """Steps 10 to 50 of 5 + 3 threads wait for nothing that PyTorch can see: its debug mode would raise."""
+    job = make_job(["cuda:0"] * 5, [f"cuda:{gpus - 1}"] * 3, steps=80, rows_per_step=6)
+    modes = {10: "error", 50: "default"}
+    watched = []
+
+    def watch(step: int) -> None:
+        if step in modes:
+            torch.cuda.set_sync_debug_mode(modes[step])
+            watched.append(step)
+
+    try:
+        losses = run(job, watch)["losses"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watched == [10, 50]
+    return {"steps": watched[1] - watched[0], "loss": losses[-1]}
+
+
+def check_captured_equals_launched(gpus: int) -> dict[str, Any]:
+    """50 steps replayed from graphs give the launched steps' losses to the last bit."""
+    job = make_job(["cuda:0"], [f"cuda:{gpus - 1}"], 50, 2)
+    captured = run(job)["losses"]
+    with mock.patch.object(build, "CapturedStep", lambda function, **_: LaunchedStep(function)):
+        launched = run(make_job(["cuda:0"], [f"cuda:{gpus - 1}"], 50, 2))["losses"]
+    differing = [step for step, pair in enumerate(zip(captured, launched, strict=True)) if pair[0] != pair[1]]
+    assert not differing, f"losses differ from step {differing[0]} on, in {len(differing)} of 50"
+    return {"last": captured[-1]}
+
+
 def check_drafter_counts(_gpus: int) -> dict[str, Any]:
     """Losses for 1, 2 and 3 drafters at the same global batch agree (bf16, so not to the bit)."""
     runs = {m: run(make_job(["cuda:0"], ["cuda:0"] * m, 20, 6))["losses"] for m in (1, 2, 3)}
@@ -195,6 +228,8 @@ CHECKS = (
     check_five_and_three,
     check_drafter_counts,
     check_repeatable,
+    check_no_host_synchronisation,
+    check_captured_equals_launched,
     check_sliding_layers,
     check_memory_is_flat,
 )
