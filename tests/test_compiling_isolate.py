@@ -1,8 +1,11 @@
 """Workers that compile the same function share nothing."""
 
+import shutil
+
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
+from torch._inductor.graph import GraphLowering
 
 from draftline.compiling import cache_entries, compile_isolated, isolated_code
 
@@ -56,3 +59,19 @@ def test_a_graph_break_is_an_error_and_no_slower_path() -> None:
 
     with pytest.raises(Unsupported):
         compile_isolated(breaks, "w", backend="eager")(torch.ones(2))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_inductor_chooses_kernels_without_timing_them_forward_and_backward(monkeypatch):
+    lowered = []
+    run = GraphLowering.run
+
+    def noting(graph: GraphLowering, *args: object) -> object:
+        lowered.append(torch._inductor.config.deterministic)
+        return run(graph, *args)
+
+    monkeypatch.setattr(GraphLowering, "run", noting)
+    compiled = compile_isolated(lambda x: (x.softmax(-1) * x).sum(), "timed")
+    compiled(torch.randn(4, 64, requires_grad=True)).backward()
+    assert lowered == [True, True]
+    assert not torch._inductor.config.deterministic

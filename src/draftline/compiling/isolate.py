@@ -19,6 +19,9 @@ from draftline.compiling.internals import private
 
 P = ParamSpec("P")
 R = TypeVar("R")
+REPEATABLE = {"deterministic": True}
+"""Inductor's options. Otherwise it times several forms of a reduction on the device and keeps the fastest, so two
+compilations of one step can round differently, and two workers, or two runs, disagree in the last bit."""
 
 
 def isolated_code(fn: Callable[P, R], label: str) -> Callable[P, R]:
@@ -49,13 +52,16 @@ def compile_isolated(
     """`torch.compile` of `isolated_code(fn, label)`, in the form that cannot fall back.
 
     `fullgraph=True`: a graph break or a full cache is an error. `dynamic=False`: a new shape is a new
-    compilation, never a slower kernel. Compilation happens at the first call, which belongs inside
-    `gate.compiling`.
+    compilation, never a slower kernel. Inductor chooses kernels without timing them (`REPEATABLE`).
+    Compilation happens at the first call, which belongs inside `gate.compiling`.
 
     Raises:
         TypeError: see `isolated_code`.
     """
-    return torch.compile(isolated_code(fn, label), fullgraph=True, dynamic=False, backend=backend)
+    options: Any = REPEATABLE if backend == "inductor" else None
+    return torch.compile(
+        isolated_code(fn, label), fullgraph=True, dynamic=False, backend=backend, options=options
+    )
 
 
 def cache_entries(compiled: Callable[..., Any]) -> int:

@@ -1,0 +1,100 @@
+"""Device memory of each side, added up before anything is allocated.
+
+Counted are the tensors that live at the peak of a step; the CUDA context and the allocator's slack come on top
+(`HEADROOM`). Legend as in costs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftline.pipeline.costs import DrafterCost, TargetCost
+from draftline.target.worker import NUM_STAGES
+
+HEADROOM = 0.07
+"""Share of a device's memory left to the context, graphs and fragmentation."""
+FLOAT32 = 4
+LOSS_BYTES = 2 + 4 + 4
+"""Of one logit: as computed, in float32, and its slope."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by purpose."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+    def __add__(self, other: Memory) -> Memory:
+        names = {**self.parts, **other.parts}
+        return Memory({name: self.parts.get(name, 0) + other.parts.get(name, 0) for name in names})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides how much memory a worker needs, beside the model's shapes."""
+
+    target_bytes: int
+    """Of one of the target's weights, and of a tap."""
+    drafter_bytes: int
+    """Of one of the drafter's compute weights."""
+    channel_slots: int
+    chunk_rows: int
+
+
+def weights_of_target(cost: TargetCost, sizes: Sizes) -> Memory:
+    """What all target workers of one device share."""
+    return Memory({"target weights": cost.num_weights * sizes.target_bytes})
+
+
+def tables_of_drafter(cost: TargetCost, sizes: Sizes) -> Memory:
+    """Embedding and head, which all drafter workers of a device without the target share."""
+    return Memory({"embedding and head": cost.table_weights * sizes.target_bytes})
+
+
+def target_worker(cost: TargetCost, drafter: DrafterCost, sizes: Sizes, *, split: bool) -> Memory:
+    """One target worker, without the weights."""
+    taps = _taps(drafter, sizes)
+    # of one layer, which frees its values before the next begins
+    return Memory(
+        {
+            "target activations": drafter.tokens
+            * (cost.widest + 3 * drafter.spec.hidden_size)
+            * sizes.target_bytes,
+            "taps": taps * (1 + (NUM_STAGES if split else 0)),
+        }
+    )
+
+
+def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, split: bool) -> Memory:
+    """One drafter worker, without the target's tables."""
+    weights, spec = drafter.num_weights, drafter.spec
+    queries = drafter.blocks * spec.block_size
+    keys = drafter.tokens + queries
+    saved = spec.num_layers * (
+        queries * (2 * spec.hidden_size + 2 * drafter.query_width + 2 * spec.intermediate_size)
+        + keys * 2 * drafter.key_width
+    )
+    own_weights = weights * sizes.drafter_bytes if sizes.drafter_bytes != FLOAT32 else 0  # else the masters
+    shard = -(-weights // num_drafters)
+    return Memory(
+        {
+            "drafter weights": own_weights if num_drafters == 1 or own_weights else weights * FLOAT32,
+            "masters and moments": 3 * FLOAT32 * shard,
+            "gradients": FLOAT32 * (weights + (shard if num_drafters > 1 else 0))
+            + weights * sizes.drafter_bytes,
+            "drafter activations": saved * sizes.drafter_bytes,
+            "loss": sizes.chunk_rows * spec.vocab_size * LOSS_BYTES
+            + 2 * queries * spec.hidden_size * sizes.drafter_bytes,
+            "taps": _taps(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,
+        }
+    )
+
+
+def _taps(drafter: DrafterCost, sizes: Sizes) -> int:
+    spec = drafter.spec
+    return drafter.tokens * spec.num_taps * spec.hidden_size * sizes.target_bytes
