@@ -105,6 +105,22 @@ def parse_run(tokens: Sequence[str]) -> RunConfig:
     return config
 
 
+def parse_plan(run: str, tokens: Sequence[str]) -> RunConfig:
+    """Settings for planning: those of a run.yaml, or of a target with stand-ins for what a run must name.
+
+    Raises:
+        ConfigError: see `parse_run`.
+    """
+    if Path(run).suffix in (".yaml", ".yml"):
+        return parse_run([run, *tokens])
+    stand_ins = {"--data.path": "unprepared", "--output": "unused", "--optim.epochs": "1"}
+    given = {token.partition("=")[0] for token in tokens}
+    if "--optim.steps" in given:
+        del stand_ins["--optim.epochs"]
+    missing = [part for pair in stand_ins.items() if pair[0] not in given for part in pair]
+    return parse_run(["--target.path", run, *missing, *tokens])
+
+
 @app.command
 def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     """Train a drafter: `draftline train run.yaml [--optim.lr 1e-4 ...]`. The same command resumes.
@@ -122,6 +138,39 @@ def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
 
     trained = run_training(config, Screen(), sys.argv)
     _print(_plain(trained), json_output=json_output)
+
+
+@app.command
+def plan(
+    run: str,
+    *tokens: Tokens,
+    devices: int | None = None,
+    memory_gib: float | None = None,
+    tflops: float | None = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Propose a placement: memory, tokens/s, hours and why. Reads configurations only.
+
+    Parameters
+    ----------
+    run
+        A run.yaml, or just a target; settings of `draftline train` may follow as flags.
+    devices
+        Devices to plan for; none takes this machine's.
+    memory_gib
+        Memory of one of them.
+    tflops
+        Rate that one of them reaches; none times both sides when a GPU is here.
+    json_output
+        Print one JSON object.
+    """
+    from draftline.plan_command import plan_run, plan_values, show_proposal  # noqa: PLC0415 - slow import
+
+    proposal = plan_run(parse_plan(run, tokens), devices, memory_gib, tflops)
+    if json_output:
+        print(json.dumps(plan_values(proposal)))
+    else:
+        show_proposal(proposal, Console())
 
 
 @app.command

@@ -10,26 +10,23 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from draftline.checkpoint import Identity
-from draftline.config import DataConfig, DrafterSpec, LossConfig, RunConfig
+from draftline.config import DataConfig, DrafterSpec, RunConfig
 from draftline.console import Screen
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.report import print_report
-from draftline.data.rows import RowShape, RowSource
+from draftline.data.rows import RowSource
 from draftline.data.store import TokenStore, open_store, read_manifest
-from draftline.drafter.step import distinct_windows
 from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
-from draftline.pipeline.job import Job, max_documents
+from draftline.pipeline.job import Job, max_documents, row_shape
 from draftline.pipeline.plan import make_plan
 from draftline.pipeline.schedule import Schedule
+from draftline.planning import refuse_what_cannot_fit, resolve_placement
 from draftline.target.inspect import resolve_spec, stop_token_ids
 from draftline.target.load import load_target, load_tokenizer, read_target_config, text_config
 from draftline.target.selftest import choose_form
 from draftline.warm_start import WarmStart, load_warm_start
-
-GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
-"""Paper, section 5."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,6 @@ class Prepared:
     job: Job
     identity: Identity
     stop_token_ids: frozenset[int]
-
-
-def decay_gamma(loss: LossConfig, block_size: int) -> float:
-    """Slots: the given decay, or the paper's for this block size."""
-    return loss.decay_gamma or GAMMA_BY_BLOCK_SIZE.get(block_size, block_size / 2)
 
 
 def check_target(config: RunConfig) -> DrafterSpec:
@@ -63,11 +55,12 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
     Raises:
         ConfigError, DataError, CheckpointError: what cannot work, with the fix.
     """
-    plan = make_plan(config.placement)
-    check_target(config)
+    target_config = read_target_config(config.target)
+    expected = check_target(config)
+    plan = make_plan(resolve_placement(config, expected, target_config))
+    refuse_what_cannot_fit(config, expected, target_config, plan)
     torch.set_num_threads(plan.cpu_threads)  # before any thread starts: compiled code guards on it
     tokenizer = load_tokenizer(config.target)
-    target_config = read_target_config(config.target)
     stops = stop_token_ids(text_config(target_config).eos_token_id, tokenizer)
     store = open_or_prepare(config.data, config.output / STORE, tokenizer, stops, screen)
     target = load_target(config.target, plan.targets[0])
@@ -75,14 +68,7 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
         config.drafter, target_config, tokenizer, target.head.shape[0], target.embedding_scale
     )
     form = choose_form(target.model, spec.target_layer_ids)
-    shape = RowShape(
-        token_budget=config.rows.token_budget,
-        block_budget=config.rows.block_budget,
-        block_size=spec.block_size,
-        anchors_per_document=config.rows.anchors_per_document,
-        decay_gamma=decay_gamma(config.loss, spec.block_size),
-        windows=distinct_windows(spec) if plan.backend == "flex" else (),
-    )
+    shape = row_shape(config, spec, plan.backend)
     source = RowSource(store, shape, config.seed)
     schedule = Schedule(
         num_steps=_num_steps(config, source),

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig
+from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig, RunConfig
 from draftline.data.rows import RowShape, RowSource
+from draftline.drafter.step import Backend, distinct_windows
 from draftline.pipeline.plan import Plan
 from draftline.pipeline.schedule import Schedule
 from draftline.target.forward import Form
 from draftline.target.load import Target
+
+GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
+"""Paper, section 5."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,23 @@ class Job:
         """Whether the state is taken after step `step`."""
         done = step + 1
         return done == self.schedule.num_steps or any(done % every == 0 for every in self.boundaries)
+
+
+def decay_gamma(loss: LossConfig, block_size: int) -> float:
+    """Slots: the given decay, or the paper's for this block size."""
+    return loss.decay_gamma or GAMMA_BY_BLOCK_SIZE.get(block_size, block_size / 2)
+
+
+def row_shape(config: RunConfig, spec: DrafterSpec, backend: Backend) -> RowShape:
+    """The rows of a run; only flex reads attention tables."""
+    return RowShape(
+        token_budget=config.rows.token_budget,
+        block_budget=config.rows.block_budget,
+        block_size=spec.block_size,
+        anchors_per_document=config.rows.anchors_per_document,
+        decay_gamma=decay_gamma(config.loss, spec.block_size),
+        windows=distinct_windows(spec) if backend == "flex" else (),
+    )
 
 
 def max_documents(source_lengths: Tensor, token_budget: int) -> int:

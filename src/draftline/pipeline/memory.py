@@ -6,6 +6,7 @@ Counted are the tensors that live at the peak of a step; the CUDA context and th
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from draftline.pipeline.costs import DrafterCost, TargetCost
@@ -46,14 +47,31 @@ class Sizes:
     chunk_rows: int
 
 
-def weights_of_target(cost: TargetCost, sizes: Sizes) -> Memory:
-    """What all target workers of one device share."""
-    return Memory({"target weights": cost.num_weights * sizes.target_bytes})
+def device_memory(
+    targets: Sequence[Hashable],
+    drafters: Sequence[Hashable],
+    target: TargetCost,
+    drafter: DrafterCost,
+    sizes: Sizes,
+    *,
+    split: bool,
+) -> dict[Hashable, Memory]:
+    """Memory of each device; a device may be named several times, and workers there share what is read only.
 
-
-def tables_of_drafter(cost: TargetCost, sizes: Sizes) -> Memory:
-    """Embedding and head, which all drafter workers of a device without the target share."""
-    return Memory({"embedding and head": cost.table_weights * sizes.target_bytes})
+    Args:
+        targets, drafters: device of each worker. In a colocated run both lists are the same.
+    """
+    used: dict[Hashable, Memory] = {device: Memory({}) for device in (*targets, *drafters)}
+    for device in used:
+        if device in targets:
+            used[device] += Memory({"target weights": target.num_weights * sizes.target_bytes})
+        else:
+            used[device] += Memory({"embedding and head": target.table_weights * sizes.target_bytes})
+    for device in targets:
+        used[device] += target_worker(target, drafter, sizes, split=split)
+    for device in drafters:
+        used[device] += drafter_worker(drafter, sizes, len(drafters), split=split)
+    return used
 
 
 def target_worker(cost: TargetCost, drafter: DrafterCost, sizes: Sizes, *, split: bool) -> Memory:

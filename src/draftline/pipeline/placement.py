@@ -14,7 +14,8 @@ from typing import Literal
 from draftline.errors import ConfigError
 
 Mode = Literal["split", "colocated"]
-_GIB = 2**30
+GIB = 2**30
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +60,22 @@ def list_options(
     num_devices: int,
     rows_per_step: int,
     capacity: int,
-    bytes_of: Callable[[Mode, int], tuple[int, int]],
+    bytes_of: Callable[[Mode, int, int], tuple[int, int]],
 ) -> list[Option]:
     """Every placement of whole devices, the fastest usable one first.
 
     Args:
         capacity: bytes of one device that may be used.
-        bytes_of: (mode, number of drafters) -> bytes on a target's and on a drafter's device.
+        bytes_of: (mode, targets, drafters) -> bytes on a target's and on a drafter's device.
     """
-    places: list[tuple[Mode, int, int]] = [("colocated", num_devices, num_devices)]
-    places += [("split", num_devices - m, m) for m in range(1, num_devices)]
+    splits: list[tuple[Mode, int, int]] = [("split", num_devices - m, m) for m in range(1, num_devices)]
+    places: list[tuple[Mode, int, int]] = [("colocated", num_devices, num_devices), *splits]
     options = []
     for mode, num_targets, num_drafters in places:
-        on_target, on_drafter = bytes_of(mode, num_drafters)
-        options.append(
-            Option(
-                mode,
-                num_targets,
-                num_drafters,
-                rows_per_s(mode, times, num_targets, num_drafters),
-                on_target,
-                on_drafter,
-                _refusal(max(on_target, on_drafter), capacity, num_drafters, rows_per_step),
-            )
-        )
+        needed = bytes_of(mode, num_targets, num_drafters)
+        rate = rows_per_s(mode, times, num_targets, num_drafters)
+        refusal = _refusal(max(needed), capacity, num_drafters, rows_per_step)
+        options.append(Option(mode, num_targets, num_drafters, rate, *needed, refusal))
     return sorted(options, key=lambda option: (option.refusal is not None, -option.rows_per_s))
 
 
@@ -90,7 +83,7 @@ def _refusal(needed: int, capacity: int, num_drafters: int, rows_per_step: int) 
     if rows_per_step % num_drafters:
         return f"optim.rows_per_step={rows_per_step} is not a multiple of {num_drafters} drafters"
     if needed > capacity:
-        return f"needs {needed / _GIB:.1f} GiB on a device, {capacity / _GIB:.1f} GiB may be used"
+        return f"needs {needed / GIB:.3g} GiB on a device, {capacity / GIB:.3g} GiB may be used"
     return None
 
 

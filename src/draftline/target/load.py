@@ -109,7 +109,7 @@ def resolve_dtype(requested: str, device: torch.device, checkpoint: torch.dtype 
     return checkpoint or torch.bfloat16
 
 
-def _torch_dtype(named: Any) -> torch.dtype | None:
+def torch_dtype(named: Any) -> torch.dtype | None:
     """The type of a checkpoint's configuration, which may be its name."""
     return getattr(torch, named) if isinstance(named, str) else named
 
@@ -148,7 +148,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
         "use_safetensors": True,
-        "dtype": resolve_dtype(config.dtype, device, _torch_dtype(target_config.dtype)),
+        "dtype": resolve_dtype(config.dtype, device, torch_dtype(target_config.dtype)),
         "ignore_mismatched_sizes": True,  # they are refused below, by name
         "output_loading_info": True,
     }

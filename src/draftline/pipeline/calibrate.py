@@ -1,0 +1,150 @@
+"""Both sides of a run timed alone on one device, with random weights in the target's real shape.
+
+Nothing of the target but its configuration is read. The workers are built as in a run: compiled, proved and
+captured on CUDA; then rows are replayed and timed, each side by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from draftline.compiling import gate
+from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig
+from draftline.data.document import DocumentStore
+from draftline.data.rows import RowShape, RowSource
+from draftline.errors import StallError
+from draftline.pipeline.build import build_drafter, build_target
+from draftline.pipeline.devices import Place, Replicas
+from draftline.pipeline.job import Job, max_documents
+from draftline.pipeline.placement import SideTimes
+from draftline.pipeline.plan import Plan
+from draftline.pipeline.schedule import Schedule
+from draftline.target.load import Target, wrap_target
+from draftline.target.selftest import choose_form
+
+NUM_WARM = 3
+NUM_TIMED = 20
+"""Rows timed of each side; the median counts."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What one device does with one row."""
+
+    target_s: float
+    drafter_s: float
+    """Forward and backward of a row."""
+    update_s: float
+    """Clipping and AdamW, once a step."""
+    tokens: float
+    """Of the timed rows on average, padding excluded."""
+    target_peak_bytes: int | None
+    """Of device memory with the target's worker alone; None on a CPU."""
+    peak_bytes: int | None
+    """With both workers; None on a CPU."""
+
+    def times(self, rows_per_step: int) -> SideTimes:
+        """Seconds a row of each side; the update is shared by the rows of a step."""
+        return SideTimes(self.target_s, self.drafter_s + self.update_s / rows_per_step)
+
+
+def random_target(name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Target:
+    """A target in the shape of `config` with random weights; it has no tokenizer."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    nn.Module.to(model, device)  # whatever was made on the CPU in spite of it
+    model.eval().requires_grad_(requires_grad=False)
+    return wrap_target(name, model, cast("Any", None))
+
+
+def calibration_job(
+    target: Target, spec: DrafterSpec, plan: Plan, shape: RowShape, store: DocumentStore, chunk_rows: int
+) -> Job:
+    """A job of one worker of each side on the target's device, in turn."""
+    num_rows = NUM_WARM + NUM_TIMED
+    return Job(
+        spec=spec,
+        plan=plan,
+        schedule=Schedule(num_rows, 1, 1, 1),
+        shape=shape,
+        source=RowSource(store, shape, seed=0),
+        target=target,
+        form=choose_form(target.model, spec.target_layer_ids).form,
+        max_documents=max_documents(torch.from_numpy(store.lengths), shape.token_budget),
+        optim=OptimConfig(steps=num_rows),
+        loss=LossConfig(chunk_rows=chunk_rows),
+        deadlines=DeadlineConfig(),
+        boundaries=frozenset(),
+        seed=0,
+    )
+
+
+def calibrate(job: Job) -> Calibration:
+    """Build both workers of `job` and time them, in a thread of its own as in a run.
+
+    Raises:
+        AttentionFallbackError: the drafter's attention is not the promised kernel.
+        StallError: it took longer than the start-up may.
+        torch.OutOfMemoryError: the two do not fit on one device.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="calibration")
+    try:
+        return pool.submit(_calibrate, job).result(job.deadlines.startup_timeout_s)
+    except TimeoutError:
+        raise StallError(
+            f"timing both sides took longer than deadlines.startup_timeout_s={job.deadlines.startup_timeout_s:g}"
+        ) from None
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _calibrate(job: Job) -> Calibration:
+    device = job.target.device
+    place, replicas = Place.on(device), Replicas(job.target)
+    rows = [job.source.row(index) for index in range(NUM_WARM + NUM_TIMED)]
+    with place.entered():
+        with gate.compiling("calibration", deadline_s=job.deadlines.startup_timeout_s):
+            target = build_target(job, replicas, place, "calibration")
+        target_s = _median_s(lambda i: (target.forward.load(rows[i]), target.step.replay()), place)
+        target_peak = _peak(device)
+        with gate.compiling("calibration", deadline_s=job.deadlines.startup_timeout_s):
+            drafter = build_drafter(job, replicas, place, "calibration", 0, target.forward.out)
+        member = drafter.member
+        drafter_s = _median_s(lambda i: (drafter.row.load(rows[i]), drafter.step.replay()), place)
+        update_s = _median_s(
+            lambda _: member.optimizer.update(member.optimizer.square_sum(), member.stats[1]), place
+        )
+    return Calibration(
+        target_s,
+        drafter_s,
+        update_s,
+        statistics.mean(row.starts[-1] for row in rows),
+        target_peak,
+        _peak(device),
+    )
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _median_s(work: Callable[[int], object], place: Place) -> float:
+    """Median seconds of `work(row number)` on the current stream, after warm-up."""
+    times = []
+    for index in range(NUM_WARM + NUM_TIMED):
+        place.settle()
+        begin = time.perf_counter()
+        work(index)
+        place.settle()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[NUM_WARM:])

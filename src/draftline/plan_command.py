@@ -1,0 +1,103 @@
+"""`draftline plan`: the proposal as a table for a person, or as values for a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from draftline.config import RunConfig
+from draftline.pipeline.placement import GIB, Option
+from draftline.planning import Hardware, Proposal, hardware_here, propose
+from draftline.setup import check_target
+from draftline.target.load import read_target_config
+
+
+def plan_run(
+    config: RunConfig, num_devices: int | None, memory_gib: float | None, tflops: float | None
+) -> Proposal:
+    """Plan for this machine, or for the devices described.
+
+    Args:
+        num_devices: devices to plan for; none takes those of this machine.
+        memory_gib: memory of one of them; none takes this machine's.
+        tflops: rate of one of them; none times both sides when a GPU is here.
+
+    Raises:
+        ConfigError: the target cannot be used, or no placement fits.
+    """
+    here = hardware_here()
+    hardware = Hardware(
+        num_devices or here.count,
+        int(memory_gib * GIB) if memory_gib else here.memory_bytes,
+        here.kind,
+        tflops,
+    )
+    timed = tflops is None and here.kind == "cuda"
+    return propose(config, check_target(config), read_target_config(config.target), hardware, timed=timed)
+
+
+def plan_values(proposal: Proposal) -> dict[str, Any]:
+    """Everything that `show_proposal` shows."""
+    costs = proposal.costs
+    return {
+        "chosen": proposal.chosen.name,
+        "why": proposal.why(),
+        "source": proposal.source,
+        "target_weights": costs.target.num_weights,
+        "drafter_weights": costs.drafter.num_weights,
+        "target_s": proposal.times.target_s if proposal.source != "counted" else None,
+        "drafter_s": proposal.times.drafter_s if proposal.source != "counted" else None,
+        "peak_gib": _gib(proposal.calibration.peak_bytes) if proposal.calibration else None,
+        "options": [_option_values(proposal, option) for option in proposal.options],
+    }
+
+
+def _option_values(proposal: Proposal, option: Option) -> dict[str, Any]:
+    return {
+        "placement": option.name,
+        "tokens_per_s": proposal.tokens_per_s(option),
+        "relative": option.rows_per_s / proposal.options[0].rows_per_s,
+        "hours": proposal.hours(option),
+        "target_device_gib": _gib(option.bytes_on_target),
+        "drafter_device_gib": _gib(option.bytes_on_drafter),
+        "refusal": option.refusal,
+    }
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else round(size / GIB, 3)
+
+
+def show_proposal(proposal: Proposal, console: Console) -> None:
+    """Print the table and the reason."""
+    costs = proposal.costs
+    console.print(
+        f"target {costs.target.num_weights / 1e6:,.1f} M weights, drafter {costs.drafter.num_weights / 1e6:,.1f} M"
+    )
+    table = Table("placement", "tokens/s", "of the best", "hours", "GiB target", "GiB drafter", "")
+    for option in proposal.options:
+        values = _option_values(proposal, option)
+        table.add_row(
+            option.name,
+            _number(values["tokens_per_s"], "{:,.0f}"),
+            f"{values['relative']:.0%}",
+            _number(values["hours"], "{:.2f}"),
+            f"{values['target_device_gib']:.2f}",
+            f"{values['drafter_device_gib']:.2f}",
+            option.refusal or "",
+        )
+    console.print(table)
+    console.print(proposal.why(), soft_wrap=True)
+    if proposal.source == "counted":
+        console.print(
+            "No GPU is here to be timed: add --tflops (what one device reaches on this, 500 for an H200) for tokens/s",
+            soft_wrap=True,
+        )
+    if proposal.num_rows is None:
+        console.print("The data set is not prepared yet: hours follow from `draftline prepare` and data.path")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,248 @@
+"""`draftline plan`, and `placement: auto`: from a target's configuration to the placement that wins, and why.
+
+Only configurations are read. Memory is added up (memory.py); the time of a row on each side is measured on a GPU
+with random weights (calibrate.py), or else follows from counted operations, which settles the order of placements
+but not their speed unless the rate of a device is given.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+
+from draftline.config import DrafterSpec, PlacementConfig, RunConfig
+from draftline.data.document import DocumentStore
+from draftline.data.rows import RowSource
+from draftline.data.store import TokenStore, open_store, read_manifest
+from draftline.data.synthetic import SyntheticStore, mixed_lengths
+from draftline.errors import ConfigError
+from draftline.pipeline.calibrate import Calibration, calibrate, calibration_job, random_target
+from draftline.pipeline.costs import DrafterCost, TargetCost, count_target
+from draftline.pipeline.job import row_shape
+from draftline.pipeline.memory import HEADROOM, Memory, Sizes, device_memory
+from draftline.pipeline.placement import GIB, Mode, Option, SideTimes, choose, list_options
+from draftline.pipeline.plan import Devices, Plan, available_devices, make_plan
+from draftline.target.load import resolve_dtype, torch_dtype
+
+NUM_SYNTHETIC = 2000
+"""Documents that stand for the data set when there is none yet."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan is made for."""
+
+    count: int
+    """Devices."""
+    memory_bytes: int
+    """Of one device."""
+    kind: str
+    """cuda or cpu."""
+    tflops: float | None = None
+    """Rate that one device reaches on these steps, when none is here to be timed."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Everything about a run that placements depend on."""
+
+    target: TargetCost
+    drafter: DrafterCost
+    sizes: Sizes
+
+    def bytes_of(self, mode: Mode, num_targets: int, num_drafters: int) -> tuple[int, int]:
+        """Bytes on a target's and on a drafter's device, one worker of a side each."""
+        drafters = [f"drafter {i}" for i in range(num_drafters)]
+        targets = drafters if mode == "colocated" else [f"target {i}" for i in range(num_targets)]
+        used = self.on_devices(targets, drafters, split=mode == "split")
+        return used[targets[0]].total, used[drafters[0]].total
+
+    def on_devices(self, targets: Any, drafters: Any, *, split: bool) -> dict[Any, Memory]:
+        """Memory of each device, by whatever names it."""
+        return device_memory(targets, drafters, self.target, self.drafter, self.sizes, split=split)
+
+    def counted_times(self, flops_per_s: float, document_tokens: float) -> SideTimes:
+        """Seconds of a row on each side at an equal rate."""
+        return SideTimes(
+            self.target.flops(self.drafter.tokens, document_tokens) / flops_per_s,
+            self.drafter.flops(document_tokens) / flops_per_s,
+        )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The outcome of planning."""
+
+    options: tuple[Option, ...]
+    """Every placement, the fastest usable one first."""
+    chosen: Option
+    costs: Costs
+    times: SideTimes
+    source: Literal["timed", "given rate", "counted"]
+    """Where the times come from; counted ones say only which placement is faster."""
+    calibration: Calibration | None
+    """What was timed, if anything was."""
+    num_rows: int | None
+    """Rows of the whole run; None without a prepared data set."""
+    tokens_per_row: float
+    """Padding excluded."""
+
+    def tokens_per_s(self, option: Option) -> float | None:
+        """Target tokens a second."""
+        return None if self.source == "counted" else option.rows_per_s * self.tokens_per_row
+
+    def hours(self, option: Option) -> float | None:
+        """Of the whole run, without start-up and evaluation."""
+        if self.num_rows is None or self.source == "counted":
+            return None
+        return self.num_rows / option.rows_per_s / 3600
+
+    def why(self) -> str:
+        """The reason for the choice in a sentence."""
+        share = self.times.target_s / (self.times.target_s + self.times.drafter_s)
+        basis = {
+            "timed": "timed here, each side alone",
+            "given rate": "counted operations at the rate given",
+            "counted": "counted operations, both sides at one rate",
+        }[self.source]
+        refused = "; ".join(f"{option.name} {option.refusal}" for option in self.options if option.refusal)
+        return (
+            f"{self.chosen.name} trains the most rows a second of those that can be used: the target takes "
+            f"{share:.0%} of a row's time and the drafter {1 - share:.0%} ({basis})"
+            + (f". Not usable: {refused}" if refused else "")
+        )
+
+
+def run_costs(config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, plan: Plan) -> Costs:
+    """Count a run."""
+    dtype = resolve_dtype(config.target.dtype, plan.targets[0], torch_dtype(target.dtype))
+    return Costs(
+        count_target(target, spec.target_layer_ids),
+        DrafterCost(spec, config.rows.token_budget, config.rows.block_budget),
+        Sizes(dtype.itemsize, plan.drafter_dtype.itemsize, plan.channel_slots, config.loss.chunk_rows),
+    )
+
+
+def propose(
+    config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, hardware: Hardware, *, timed: bool
+) -> Proposal:
+    """Rate every placement on `hardware` and choose.
+
+    Args:
+        timed: run a few rows of both sides on the first device here, with random weights.
+
+    Raises:
+        ConfigError: no placement can be used.
+    """
+    plan = make_plan(PlacementConfig(attention=config.placement.attention))
+    costs = run_costs(config, spec, target, plan)
+    store = planned_store(config, spec.vocab_size)
+    source = RowSource(store, row_shape(config, spec, plan.backend), config.seed)
+    calibration = _time_both(config, spec, target, plan, store) if timed else None
+    if calibration is not None:
+        times = calibration.times(config.optim.rows_per_step)
+    else:
+        times = costs.counted_times(1e12 * (hardware.tflops or 1.0), float(store.lengths.mean()))
+    options = list_options(
+        times,
+        hardware.count,
+        config.optim.rows_per_step,
+        int(hardware.memory_bytes * (1 - HEADROOM)),
+        costs.bytes_of,
+    )
+    return Proposal(
+        options=tuple(options),
+        chosen=choose(options),
+        costs=costs,
+        times=times,
+        source="timed" if calibration else "given rate" if hardware.tflops else "counted",
+        calibration=calibration,
+        num_rows=_num_rows(config, source) if isinstance(store, TokenStore) else None,
+        tokens_per_row=float(store.lengths.sum()) / source.rows_in(1.0),
+    )
+
+
+def planned_store(config: RunConfig, vocab_size: int) -> DocumentStore:
+    """The run's own token store if it is prepared, else documents of usual lengths."""
+    path = Path(config.data.path)
+    if path.is_dir() and read_manifest(path) is not None:
+        return open_store(path, verify=False)  # only lengths are used
+    longest = min(config.data.max_length, config.rows.token_budget)
+    return SyntheticStore(mixed_lengths(NUM_SYNTHETIC, longest), vocab_size)
+
+
+def _time_both(
+    config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, plan: Plan, store: DocumentStore
+) -> Calibration:
+    device = plan.targets[0]
+    plan = replace(plan, mode="colocated", targets=(device,), drafters=(device,))
+    dtype = resolve_dtype(config.target.dtype, device, torch_dtype(target.dtype))
+    loaded = random_target(config.target.path, target, dtype, device)
+    shape = row_shape(config, spec, plan.backend)
+    return calibrate(calibration_job(loaded, spec, plan, shape, store, config.loss.chunk_rows))
+
+
+def _num_rows(config: RunConfig, source: RowSource) -> int:
+    if config.optim.steps is not None:
+        return config.optim.steps * config.optim.rows_per_step
+    assert config.optim.epochs is not None
+    return source.rows_in(config.optim.epochs)
+
+
+def resolve_placement(config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig) -> PlacementConfig:
+    """The placement with `auto` decided: among several GPUs by counted operations and memory.
+
+    Anything that names devices or a mode is left as it is, and so is a machine with one device.
+
+    Raises:
+        ConfigError: no placement can be used.
+    """
+    wanted, devices = config.placement, available_devices()
+    if wanted.mode != "auto" or wanted.targets or wanted.drafters or len(devices) == 1:
+        return wanted
+    names = tuple(str(device) for device in devices)
+    chosen = propose(config, spec, target, _hardware(devices), timed=False).chosen
+    if chosen.mode == "colocated":
+        return wanted.model_copy(update={"mode": "colocated", "targets": names, "drafters": names})
+    cut = chosen.num_targets
+    return wanted.model_copy(update={"mode": "split", "targets": names[:cut], "drafters": names[cut:]})
+
+
+def refuse_what_cannot_fit(
+    config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, plan: Plan
+) -> None:
+    """Compare the memory that a plan needs with what its GPUs have; on a CPU nothing is refused.
+
+    Raises:
+        ConfigError: a device is too small; its largest parts are named.
+    """
+    costs = run_costs(config, spec, target, plan)
+    used = costs.on_devices(plan.targets, plan.drafters, split=plan.mode == "split")
+    for device, memory in used.items():
+        if device.type != "cuda":
+            continue
+        capacity = torch.cuda.get_device_properties(device).total_memory
+        if memory.total > capacity * (1 - HEADROOM):
+            largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+            raise ConfigError(
+                f"{device} has {capacity / GIB:.3g} GiB, of which {1 - HEADROOM:.0%} may be used, but this run needs "
+                f"{memory.total / GIB:.3g} GiB there ({', '.join(f'{n} {b / GIB:.3g}' for n, b in largest)}). Lower "
+                "rows.token_budget, rows.block_budget or loss.chunk_rows, or use more devices (`draftline plan`)"
+            )
+
+
+def hardware_here() -> Hardware:
+    """The devices of this machine; a CPU counts as one device with the machine's memory."""
+    return _hardware(available_devices())
+
+
+def _hardware(devices: Devices) -> Hardware:
+    if devices[0].type == "cuda":
+        memory = min(torch.cuda.get_device_properties(device).total_memory for device in devices)
+        return Hardware(len(devices), memory, "cuda")
+    return Hardware(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "cpu")

@@ -1,0 +1,154 @@
+"""`draftline plan` and `placement: auto`: configurations in, a placement with figures and reasons out."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftline import planning
+from draftline.cli import app, parse_plan
+from draftline.errors import ConfigError
+from draftline.paths import builtin_conversations
+from draftline.pipeline.memory import device_memory
+from draftline.pipeline.placement import GIB
+from draftline.pipeline.plan import make_plan
+from draftline.planning import Hardware, propose, refuse_what_cannot_fit, resolve_placement, run_costs
+from draftline.setup import check_target
+from draftline.target.load import read_target_config
+
+SMALL = ["--rows.token-budget", "256", "--rows.block-budget", "32", "--drafter.num-layers", "2"]
+SMALL += ["--drafter.num-taps", "3"]
+
+
+def given(*flags: str):
+    config = parse_plan("builtin:tiny", [*SMALL, *flags])
+    return config, check_target(config), read_target_config(config.target)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """A machine with so many GPUs of so much memory; planning only counts them."""
+
+    def have(count: int, memory_bytes: int) -> None:
+        properties = SimpleNamespace(total_memory=memory_bytes)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    return have
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *tokens: str) -> dict:
+    app(["plan", "builtin:tiny", *SMALL, *tokens, "--json"], result_action="return_value")
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_without_a_gpu_ranks_placements_but_claims_no_speed(capsys):
+    made = plan_json(capsys, "--devices", "4")
+    assert made["source"] == "counted"
+    assert made["options"][0]["placement"] == made["chosen"] == "colocated on 4"
+    assert all(option["tokens_per_s"] is None for option in made["options"])
+    assert made["options"][0]["relative"] == 1.0
+
+
+def test_a_rate_turns_counts_into_tokens_a_second(capsys):
+    one, two = (plan_json(capsys, "--tflops", rate)["options"][0]["tokens_per_s"] for rate in ("1", "2"))
+    assert two == pytest.approx(2 * one)
+
+
+def test_little_memory_forces_a_split(capsys):
+    whole = plan_json(capsys, "--devices", "2")["options"]
+    both = next(o for o in whole if o["placement"].startswith("colocated"))["target_device_gib"]
+    apart = next(o for o in whole if o["placement"] == "split 1 + 1")
+    limit = (both + max(apart["target_device_gib"], apart["drafter_device_gib"])) / 2 / 0.93
+    made = plan_json(capsys, "--devices", "2", "--memory-gib", str(limit))
+    assert made["chosen"] == "split 1 + 1"
+    assert "Not usable: colocated on 2 needs" in made["why"]
+
+
+def test_a_prepared_store_gives_hours(capsys, tmp_path):
+    source = builtin_conversations("builtin:demo")
+    app(
+        ["prepare", source, str(tmp_path / "store"), "--target", "builtin:tiny"],
+        result_action="return_value",
+    )
+    capsys.readouterr()
+    arguments = ("--data.path", str(tmp_path / "store"), "--tflops", "1")
+    once, twice = (
+        plan_json(capsys, *arguments, "--optim.epochs", epochs)["options"][0]["hours"]
+        for epochs in ("1", "2")
+    )
+    assert twice == pytest.approx(2 * once, rel=0.02)
+
+
+def test_timing_runs_the_real_workers_of_both_sides():
+    config, spec, target = given()
+    timed = propose(config, spec, target, Hardware(2, GIB, "cpu"), timed=True)
+    assert timed.source == "timed"
+    assert timed.calibration is not None
+    assert timed.times.target_s == timed.calibration.target_s > 0
+    assert timed.times.drafter_s > timed.calibration.drafter_s > 0
+    assert timed.tokens_per_s(timed.chosen) == pytest.approx(timed.chosen.rows_per_s * timed.tokens_per_row)
+
+
+def test_auto_among_several_gpus_is_decided_by_operations_and_memory(gpus):
+    config, spec, target = given()
+    gpus(2, GIB)
+    placed = resolve_placement(config, spec, target)
+    assert (placed.mode, placed.drafters) == ("colocated", ("cuda:0", "cuda:1"))
+    plan = make_plan(placed)
+    both = run_costs(config, spec, target, plan).bytes_of("colocated", 2, 2)[0]
+    gpus(2, int(both * 0.96 / 0.93))
+    placed = resolve_placement(config, spec, target)
+    assert (placed.mode, placed.targets, placed.drafters) == ("split", ("cuda:0",), ("cuda:1",))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--placement.mode", "split"), ("--placement.drafters", "cuda:1"), ("--placement.targets", "cuda:0")],
+)
+def test_a_placement_that_names_anything_is_left_as_it_is(gpus, flags):
+    config, spec, target = given(*flags)
+    gpus(4, GIB)
+    assert resolve_placement(config, spec, target) == config.placement
+
+
+def test_what_cannot_fit_is_refused_with_its_largest_parts(gpus):
+    config, spec, target = given()
+    gpus(1, 2**20)
+    with pytest.raises(ConfigError, match=r"cuda:0 has 0\.000977 GiB.*needs .* GiB there \(.*Lower"):
+        refuse_what_cannot_fit(config, spec, target, make_plan(config.placement))
+    gpus(1, 100 * GIB)
+    refuse_what_cannot_fit(config, spec, target, make_plan(config.placement))
+
+
+def test_workers_of_one_device_share_what_is_only_read():
+    config, spec, target = given()
+    costs = run_costs(config, spec, target, make_plan(config.placement))
+
+    def used(targets: list[str], drafters: list[str]):
+        return device_memory(targets, drafters, costs.target, costs.drafter, costs.sizes, split=True)
+
+    one, two = used(["a"], ["b"]), used(["a", "a"], ["b", "b"])
+    assert one["a"].parts["target weights"] == two["a"].parts["target weights"]
+    assert one["b"].parts["embedding and head"] == two["b"].parts["embedding and head"]
+    assert 2 * one["a"].parts["taps"] == two["a"].parts["taps"]
+    assert 2 * one["b"].parts["masters and moments"] == two["b"].parts["masters and moments"] * 2
+
+
+def test_a_run_file_is_planned_as_it_would_be_trained(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "target: {path: builtin:tiny}\ndata: {path: store}\noutput: out\noptim: {steps: 7}\n",
+        encoding="utf-8",
+    )
+    assert parse_plan(str(path), ["--seed", "3"]).optim.steps == 7
+    assert parse_plan("builtin:tiny", ["--optim.steps=9"]).optim.steps == 9
+
+
+def test_planning_reads_no_weights(monkeypatch, capsys):
+    monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("a weight was read"))
+    assert planning.hardware_here().kind in ("cpu", "cuda")
+    plan_json(capsys)
