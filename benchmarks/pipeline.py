@@ -1,0 +1,147 @@
+"""The whole pipeline beside its sides: `python benchmarks/pipeline.py [--shapes 135M 8B] [--json out.json]`.
+
+Sides are timed alone on the first device; then real runs: colocated on each device, split 1 + 1 (on one device
+twice, or on two), and 5 target + 3 drafter threads over all of them. Rows hold 4096 tokens of a chat-like length
+mix and 512 blocks. The expected rate follows from the sides: the slower one for separate devices, their sum for a
+device that does both. `--trace trace.json` writes one second of the first run as a timeline for Perfetto.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import SHAPES, report
+from torch.profiler import ProfilerActivity, profile
+
+from draftline.compiling import compilations, tripwire
+from draftline.config import OptimConfig
+from draftline.data.rows import RowShape
+from draftline.data.synthetic import SyntheticStore, mixed_lengths
+from draftline.drafter.step import distinct_windows
+from draftline.drafter.worker import StepRecord
+from draftline.pipeline.calibrate import Calibration, calibrate, calibration_job, random_target
+from draftline.pipeline.engine import Engine, Finished, TargetFinished
+from draftline.pipeline.job import Job
+from draftline.pipeline.placement import rows_per_s
+from draftline.pipeline.plan import Plan
+from draftline.pipeline.schedule import Schedule
+
+WARM_STEPS = 4
+TRACE_S = 1.0
+
+
+def placements(devices: list[torch.device]) -> Iterator[tuple[str, list[torch.device], list[torch.device]]]:
+    """(mode, targets, drafters) of each run."""
+    yield "colocated", devices, devices
+    yield "split", devices[:1], devices[-1:]
+    yield (
+        "split",
+        [devices[i % len(devices)] for i in range(5)],
+        [devices[-1 - i % len(devices)] for i in range(3)],
+    )
+
+
+def run(job: Job, trace: Path | None) -> dict[str, Any]:
+    """Train; rows a second after warm-up, and each side's share of waiting."""
+    begin = end = 0.0
+    rows, waits, tokens = 0, {"target": 0.0, "drafter": 0.0}, 0
+    profiler: profile | None = None
+    with compilations() as compiled:
+        for event in Engine(job).events():
+            if isinstance(event, TargetFinished):
+                waits["target"] += event.wait_s
+            if isinstance(event, Finished):
+                waits["drafter"] += event.wait_s
+            if not isinstance(event, StepRecord):
+                continue
+            end = time.perf_counter()
+            if event.step < WARM_STEPS:
+                begin, compiled[:] = end, []
+                continue
+            rows, tokens = rows + len(event.rows), tokens + event.num_tokens
+            if trace is not None and profiler is None:
+                profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+                profiler.start()
+                time.sleep(TRACE_S)  # the main thread has nothing to do; the workers go on
+                profiler.stop()
+                profiler.export_chrome_trace(str(trace))
+    seconds = end - begin
+    return {
+        "rows_per_s": rows / seconds,
+        "tokens_per_s": tokens / seconds,
+        "target_wait": waits["target"] / (seconds * len(job.plan.targets)),
+        "drafter_wait": waits["drafter"] / (seconds * len(job.plan.drafters)),
+        "recompiles": len(compiled),
+        "dense_calls": len(tripwire.dense_calls()),
+    }
+
+
+def measure(name: str, devices: list[torch.device], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of the table for one shape."""
+    shape, on_cuda = SHAPES[name], devices[0].type == "cuda"
+    spec = shape.spec()
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    backend = "flex" if on_cuda else "sdpa"
+    windows = distinct_windows(spec) if on_cuda else ()
+    rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
+    store = SyntheticStore(mixed_lengths(2000, options.tokens), shape.vocab)
+    config = shape.target(num_layers=max(spec.target_layer_ids) + 1)
+    target = random_target(name, config, dtype, devices[0])
+    alone_plan = Plan("colocated", (devices[0],), (devices[0],), backend, dtype, 3, 1)
+    base = calibration_job(target, spec, alone_plan, rows, store, 1024)
+    sides: Calibration = calibrate(base)
+    for mode, targets, drafters in placements(devices):
+        plan = Plan(mode, tuple(targets), tuple(drafters), backend, dtype, 3, 1)
+        per_step = 2 * len(drafters)
+        job = replace(
+            base,
+            plan=plan,
+            schedule=Schedule(options.steps, per_step, len(targets), len(drafters)),
+            optim=OptimConfig(steps=options.steps),
+        )
+        # threads that share a device share its time: the bound counts devices, not threads
+        apart = not set(targets) & set(drafters)
+        bound_mode = "split" if mode == "split" and apart else "colocated"
+        bound = rows_per_s(bound_mode, sides.times(per_step), len(set(targets)), len(set(drafters)))
+        outcome = run(job, options.trace)
+        options.trace = None
+        yield {
+            "shape": name,
+            "placement": f"{mode} {len(targets)} + {len(drafters)} on {len({*targets, *drafters})}",
+            "target_ms": 1e3 * sides.target_s,
+            "drafter_ms": 1e3 * sides.times(per_step).drafter_s,
+            **outcome,
+            "share_of_bound": outcome["rows_per_s"] / bound,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135M", "8B"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    count = torch.cuda.device_count() if options.device == "cuda" else 1
+    devices = [
+        torch.device(options.device, i) if options.device == "cuda" else torch.device("cpu")
+        for i in range(count)
+    ]
+    table = []
+    for name in options.shapes:
+        for row in measure(name, devices, options):
+            table.append(row)
+            report("pipeline", table, devices[0], options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Real shapes with random weights, and what all benchmarks share: the matmul peak, medians, one JSON layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import Qwen3Config
+
+from draftline.config import DrafterSpec
+from draftline.target.inspect import default_target_layer_ids
+
+PEAK_SIZE = 8192
+"""Side of the square bf16 matrices whose product is the peak that steps are compared with."""
+NUM_WARM = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target and a drafter of 5 layers and 5 taps with blocks of 16."""
+
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layers: int
+    tied: bool = False
+
+    def spec(self, num_layers: int = 5, num_taps: int = 5, block_size: int = 16) -> DrafterSpec:
+        """The drafter."""
+        return DrafterSpec(
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_layers=num_layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            max_position_embeddings=40960,
+            block_size=block_size,
+            mask_token_id=self.vocab - 1,
+            target_layer_ids=default_target_layer_ids(self.layers, num_taps),
+            num_target_layers=self.layers,
+            layer_types=("full_attention",) * num_layers,
+        )
+
+    def target(self, num_layers: int | None = None) -> Qwen3Config:
+        """The target, or its first layers."""
+        return Qwen3Config(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_hidden_layers=num_layers or self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=40960,
+            tie_word_embeddings=self.tied,
+        )
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, 4, 2, 16, 512, 8, tied=True),
+    "135M": Shape(576, 1536, 9, 3, 64, 49152, 30, tied=True),
+    "8B": Shape(4096, 12288, 32, 8, 128, 151936, 36),
+    "27B": Shape(5120, 17408, 32, 8, 128, 248320, 64),
+}
+"""tiny is for a CPU; 135M has the shape of SmolLM2, 8B of Qwen3-8B, 27B of Qwen3.6-27B with attention in all layers."""
+
+
+def settle(device: torch.device) -> None:
+    """Wait for a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median milliseconds of `work` on the current stream, by CUDA events where there are any."""
+    for _ in range(NUM_WARM):
+        work()
+    settle(device)
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    settle(device)
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def matmul_peak(device: torch.device) -> float:
+    """FLOP a second of a large bf16 product (float32 and smaller on a CPU), measured now."""
+    size, dtype = (PEAK_SIZE, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / (1e-3 * median_ms(lambda: left @ right, device, 20))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Date, hardware, versions, commit and command of a result."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "gpus": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.stdout.strip() or "no repository",
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def report(title: str, rows: list[dict[str, Any]], device: torch.device, out: Path | None) -> None:
+    """Print one table and write the same figures as JSON."""
+    names = list(rows[0])
+    print(title)
+    print(" | ".join(names))
+    for row in rows:
+        print(" | ".join(_text(row[name]) for name in names), flush=True)
+    if out is not None:
+        document = {**environment(device), "results": rows}
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _text(value: Any) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,106 @@
+"""The drafter's step: `python benchmarks/step.py [--shapes 135M 8B 27B] [--json out.json]`.
+
+Forward, backward, clipping and AdamW over one row of 4096 tokens with 512 blocks of 16, one document, every token
+supervised, random weights: built, proved and captured as in a run. Operations are counted as in docs/speed.md; the
+matmul peak is measured in the same process, before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import SHAPES, matmul_peak, median_ms, report
+
+from draftline.compiling import compilations, gate
+from draftline.data.rows import RowShape
+from draftline.data.synthetic import SyntheticStore
+from draftline.drafter.step import distinct_windows
+from draftline.pipeline.build import build_drafter
+from draftline.pipeline.calibrate import calibration_job, random_target
+from draftline.pipeline.costs import DrafterCost
+from draftline.pipeline.devices import Place, Replicas
+from draftline.pipeline.memory import Sizes, drafter_worker
+from draftline.pipeline.plan import Plan
+from draftline.pipeline.reduce import Reducer
+from draftline.pipeline.supervise import Abort
+
+
+def measure(name: str, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """One shape's row of the table."""
+    shape, on_cuda = SHAPES[name], device.type == "cuda"
+    spec = shape.spec()
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    plan = Plan("colocated", (device,), (device,), "flex" if on_cuda else "sdpa", dtype, 3, 1)
+    windows = distinct_windows(spec) if on_cuda else ()
+    rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
+    store = SyntheticStore(np.full(64, options.tokens), shape.vocab)
+    # one layer is enough of a target: the step reads its tables and its taps only
+    target = random_target(name, shape.target(num_layers=1), dtype, device)
+    small = spec.model_copy(update={"target_layer_ids": (0,)})
+    job = replace(calibration_job(target, small, plan, rows, store, options.chunk_rows), spec=spec)
+    peak = matmul_peak(device)
+    if on_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    place = Place.on(device)
+    with place.entered():
+        with gate.compiling("bench", deadline_s=900):
+            built = build_drafter(job, Replicas(target), place, "bench", 0, None)
+        reducer = Reducer(1, Abort(), 60)
+        reducer.join(0, built.member)
+        row = job.source.row(0)
+        built.row.load(row)
+        torch.randn(built.taps.shape, out=built.taps) if not on_cuda else built.taps.normal_()
+
+        def step() -> None:
+            built.step.replay()
+            reducer.reduce(0)
+
+        with compilations() as compiled:
+            milliseconds = median_ms(step, device, options.repeats)
+            row_ms = median_ms(built.step.replay, device, options.repeats)
+        place.settle()
+    used = torch.cuda.max_memory_allocated(device) if on_cuda else 0
+    cost = DrafterCost(spec, options.tokens, options.blocks)
+    sizes = Sizes(dtype.itemsize, dtype.itemsize, 0, options.chunk_rows)
+    tables = (1 if shape.tied else 2) * shape.vocab * shape.hidden * dtype.itemsize
+    counted_memory = drafter_worker(cost, sizes, 1, split=True).total + tables
+    peak = max(peak, matmul_peak(device))
+    flops = cost.flops(options.tokens)
+    return {
+        "shape": name,
+        "step_ms": milliseconds,
+        "row_ms": row_ms,
+        "tflop": flops / 1e12,
+        "share_of_peak": flops / (1e-3 * milliseconds) / peak,
+        "peak_tflops": peak / 1e12,
+        "memory_gib": used / 2**30,
+        "counted_gib": counted_memory / 2**30,
+        "recompiles": len(compiled),
+        "tokens_per_s": options.tokens / (1e-3 * milliseconds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135M", "8B", "27B"])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--chunk-rows", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name in options.shapes:
+        rows.append(measure(name, options.device, options))
+        report("drafter step", rows, options.device, options.json)
+
+
+if __name__ == "__main__":
+    main()
