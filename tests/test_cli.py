@@ -88,13 +88,31 @@ def test_a_run_with_other_settings_does_not_resume_it(run: Path):
     assert "optim.lr" in other.stderr
 
 
-def test_evaluate_reports_replay_and_real_decoding(run: Path):
+def test_evaluate_reports_replay_and_real_decoding_of_every_set(run: Path, tmp_path: Path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "What is 215 + 372?", "language": "en"}\n' * 2)
     flags = ("--target=builtin:tiny", "--num-prompts=3", "--max-new-tokens=20", "--compare=2", "--json")
-    done = draftline("evaluate", str(run), "builtin:demo", *flags, cwd=run.parent)
+    done = draftline(
+        "evaluate", str(run), "builtin:demo", str(tmp_path / "mine.jsonl"), *flags, cwd=run.parent
+    )
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
-    assert measured["tau"] >= 1
+    assert measured["evaluation"]["overall"]["prompts"] == 5
+    assert {"demo", "demo/add", "mine", "language/en"} <= set(measured["evaluation"]["slices"])
+    assert measured["metrics"]["eval/tau/mine"] >= 1
     assert measured["decoding"]["identical"] == measured["decoding"]["prompts"] == 2
+    assert [each["block_size"] for each in measured["predictions"]] == [2, 4, 8]
+    gain = measured["speedup_model"]["mine"]
+    assert gain == measured["metrics"]["eval/speedup_model/mine"] > 0
+    assert any("verify steps" in text for text in measured["warnings"])
+
+
+def test_evaluate_prints_tables_and_leaves_speed_out_when_nothing_is_compared(run: Path):
+    flags = ("--target=builtin:tiny", "--num-prompts=2", "--max-new-tokens=20", "--compare=0")
+    done = draftline("evaluate", str(run), "builtin:demo", *flags, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    assert "Acceptance length" in done.stdout
+    assert "at least 7" in done.stdout
+    assert "tokens/s" not in done.stdout
 
 
 def test_generate_writes_what_the_target_would_write(run: Path):
@@ -104,10 +122,21 @@ def test_generate_writes_what_the_target_would_write(run: Path):
     assert "587" in json.loads(done.stdout)["text"]
 
 
-def test_generate_shows_drafted_and_rejected_tokens(run: Path):
-    done = draftline("generate", str(run), "What is 12 + 5?", "--target=builtin:tiny", cwd=run.parent)
-    assert "rejected drafts" in done.stdout
-    assert "tau" in done.stdout
+def test_generate_samples_at_a_temperature_and_repeats_with_a_seed(run: Path):
+    common = ("generate", str(run), "What is 12 + 5?", "--target=builtin:tiny", "--temperature=3")
+    texts = [
+        json.loads(
+            draftline(*common, f"--seed={seed}", "--max-new-tokens=12", "--json", cwd=run.parent).stdout
+        )["text"]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_refuses_sampling_settings_that_greedy_would_ignore(run: Path):
+    done = draftline("generate", str(run), "Hi", "--target=builtin:tiny", "--top-p=0.5", cwd=run.parent)
+    assert done.returncode != 0
+    assert "no effect at temperature 0" in " ".join((done.stdout + done.stderr).split())
 
 
 def test_export_of_a_checkpoint_equals_the_run_s_drafter(run: Path):
@@ -115,6 +144,49 @@ def test_export_of_a_checkpoint_equals_the_run_s_drafter(run: Path):
     done = draftline("export", str(run / "checkpoints" / "step-000006"), str(out), "--json", cwd=run.parent)
     assert done.returncode == 0, done.stderr
     assert (out / "model.safetensors").read_bytes() == (run / "drafter" / "model.safetensors").read_bytes()
+    assert "Acceptance was not measured" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["z-lab", "speculators"])
+def test_export_measures_writes_a_card_and_proves_the_folder(run: Path, form: str):
+    out = run.parent / f"exported-{form}"
+    flags = (
+        "--target=builtin:tiny",
+        "--num-prompts=3",
+        "--max-new-tokens=20",
+        "--compare=1",
+        f"--format={form}",
+    )
+    done = draftline(
+        "export", str(run), str(out), "builtin:demo", *flags, "--name=me/it", "--json", cwd=run.parent
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["proof"]["logits"] < 1e-5
+    assert outcome["proof"]["tau"] >= 1
+    text = (out / "README.md").read_text()
+    assert f"| all | {outcome['proof']['tau']:.2f} |" in text
+    assert outcome["serve"]["vLLM"] in text
+    assert "me/it" in outcome["serve"]["vLLM"]
+    architecture = json.loads((out / "config.json").read_text())["architectures"]
+    assert architecture == [{"z-lab": "DFlashDraftModel", "speculators": "DFlashSpeculator"}[form]]
+
+
+def test_export_without_a_target_says_what_needs_one(run: Path):
+    done = draftline("export", str(run), "out", "builtin:demo", cwd=run.parent)
+    assert done.returncode == 2
+    assert "measuring acceptance needs --target" in done.stderr
+
+
+def test_held_out_prompts_may_be_one_source_or_several(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    text = "target: {path: builtin:tiny}\noutput: o\noptim: {steps: 1}\ndata: {path: x, eval_path: HELD}\n"
+    file.write_text(text.replace("HELD", "a.jsonl"))
+    assert parse_run([str(file)]).data.eval_path == ("a.jsonl",)
+    file.write_text(text.replace("HELD", "[a.jsonl, gsm8k]"))
+    assert parse_run([str(file)]).data.eval_path == ("a.jsonl", "gsm8k")
+    flags = [*changed("--data.eval-path=b.jsonl"), "--data.eval-path=mbpp", "--optim.steps=6", "--output=o"]
+    assert parse_run(flags).data.eval_path == ("b.jsonl", "mbpp")
 
 
 def test_a_drafter_for_another_target_is_refused_with_the_difference(run: Path):

@@ -6,11 +6,14 @@ import json
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from draftline.acceptance import Walk, acceptance, walk
+from draftline.drafter.draft import BlockDrafter
 from draftline.errors import DataError
 from draftline.evaluate import Prompt, compare, evaluate, reference_answers
-from draftline.greedy import Limit
+from draftline.greedy import CachedTarget, Limit, greedy
+from draftline.metrics import eval_metrics
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
 
 
@@ -55,22 +58,60 @@ def test_answers_too_short_to_measure_are_refused():
 def taught():
     target = random_target()
     drafter = taught_drafter(target)
-    prompts = [Prompt(tuple(prompt), task) for prompt, task in zip(random_prompts(3), "aab", strict=True)]
+    prompts = [
+        Prompt(tuple(prompt), slices)
+        for prompt, slices in zip(random_prompts(3), [("a",), ("a", "mode/tools"), ("b",)], strict=True)
+    ]
     return target, drafter, prompts
 
 
-def test_tasks_partition_the_steps(taught):
+def test_every_slice_pools_the_steps_of_its_prompts(taught):
     target, drafter, prompts = taught
 
     evaluation = evaluate(target, drafter, reference_answers(target, prompts, Limit(24)))
+    slices = evaluation.slices
 
-    assert sorted(evaluation.tasks) == ["a", "b"]
-    assert sum(task.verify_steps for task in evaluation.tasks.values()) == evaluation.overall.verify_steps
-    assert sum(task.tokens for task in evaluation.tasks.values()) == evaluation.overall.tokens
+    assert sorted(slices) == ["a", "b", "mode/tools"]
+    assert slices["a"].verify_steps + slices["b"].verify_steps == evaluation.overall.verify_steps
+    assert slices["a"].tokens + slices["b"].tokens == evaluation.overall.tokens
+    assert (slices["a"].prompts, slices["b"].prompts, slices["mode/tools"].prompts) == (2, 1, 1)
     assert evaluation.overall.tau > 1.2
     assert evaluation.tau_by_drafts[-1] == evaluation.overall.tau
     assert list(evaluation.tau_by_drafts) == sorted(evaluation.tau_by_drafts)
     assert json.loads(json.dumps(asdict(evaluation)))["overall"]["tau"] == evaluation.overall.tau
+
+
+@torch.inference_mode()
+def test_cross_entropy_is_of_every_draft_that_has_a_token_to_equal(taught):
+    target, drafter, prompts = taught
+    reference = reference_answers(target, prompts[:1], Limit(24))[0]
+    text = [*reference.prompt.input_ids, *reference.answer]
+
+    losses = []
+    for anchor in range(len(reference.prompt.input_ids), len(text) - 1):
+        block = BlockDrafter(drafter, target.embedding, target.head, anchor)
+        block.observe(CachedTarget(target, (1, 3)).feed(torch.tensor(text[:anchor]), num_logits=1).taps)
+        labels = torch.tensor(text[anchor + 1 : anchor + drafter.spec.block_size])
+        logits = block.logits(text[anchor])[: len(labels)]
+        losses += (-logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]).tolist()
+
+    assert evaluate(target, drafter, [reference]).ce == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+def test_a_later_turn_is_asked_after_the_targets_own_answer():
+    target = random_target()
+    seen = []
+
+    def go_on(answer):
+        seen.append(tuple(answer))
+        return Prompt((1, 2, *answer, 3), ("second",))
+
+    references = reference_answers(target, [Prompt((1, 2), ("first",), go_on), Prompt((4,))], Limit(6))
+
+    assert [reference.prompt.slices for reference in references] == [("first",), ("all",), ("second",)]
+    assert seen == [references[0].answer]
+    assert references[2].prompt.input_ids == (1, 2, *references[0].answer, 3)
+    assert list(references[2].answer) == greedy(target, references[2].prompt.input_ids, Limit(6))
 
 
 def test_the_real_decoder_agrees_with_replay_and_with_plain_greedy(taught):
@@ -89,3 +130,20 @@ def test_comparing_nothing_is_refused(taught):
     target, drafter, _ = taught
     with pytest.raises(DataError, match="no prompt to compare"):
         compare(target, drafter, [], Limit(4))
+
+
+def test_metrics_carry_the_names_that_training_and_evaluate_share(taught):
+    target, drafter, prompts = taught
+    evaluation = evaluate(target, drafter, reference_answers(target, prompts, Limit(24)))
+
+    metrics = eval_metrics(evaluation, accept_anchor_mean=3.0)
+
+    assert metrics["eval/tau"] == evaluation.overall.tau
+    assert metrics["eval/tau/mode/tools"] == evaluation.slices["mode/tools"].tau
+    assert metrics["eval/tau_macro/b"] == evaluation.slices["b"].tau_macro
+    assert metrics["eval/tau_train_gap"] == 3.0 - evaluation.overall.tau
+    assert [metrics[f"eval/accept_pos/{k:02d}"] for k in (1, 2, 3)] == list(evaluation.overall.accept_pos)
+    kept = [metrics[f"eval/accept_len_hist/{k:02d}"] for k in range(4)]
+    assert sum(kept) == pytest.approx(1)
+    assert kept[3] == evaluation.overall.accept_pos[2]
+    assert "eval/tau_train_gap" not in eval_metrics(evaluation)

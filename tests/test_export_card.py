@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import pytest
 
 from draftline.acceptance import Walk, acceptance
-from draftline.advice import predict_speedups, warnings
+from draftline.advice import Timings, block_sizes, predict_speedups, time_steps, warnings
 from draftline.card import model_card, serve_lines
 from draftline.evaluate import Comparison, Evaluation
 from tests.oracles.targets import random_target
 from tests.oracles.tiny import tiny_spec
 
 ACCEPTANCE = acceptance([Walk((4, 3), (3, 2)), Walk((2, 1, 1), (1, 0, 0))], slots=3)
-EVALUATION = Evaluation(ACCEPTANCE, {"math": ACCEPTANCE}, tau_by_drafts=(1.6, 1.9, 2.2))
+EVALUATION = Evaluation(ACCEPTANCE, {"math": ACCEPTANCE}, ce=1.5, tau_by_drafts=(1.6, 1.9, 2.2))
+TIMINGS = Timings(draft_ms=2.0, verify_ms={1: 10.0, 2: 11.0, 4: 12.0})
+MANY = replace(EVALUATION, overall=replace(ACCEPTANCE, verify_steps=2000))
 COMPARISON = Comparison(
     prompts=2,
     identical=2,
@@ -36,41 +39,111 @@ def test_serve_lines_carry_the_trained_block_size():
     assert all("owner/target" in line and "me/drafter" in line for line in lines.values())
 
 
+def test_zlabs_own_parser_takes_its_line():
+    cli = pytest.importorskip("dflash.cli", reason="oracle: pip install --no-deps dflash==0.1.0")
+    words = shlex.split(serve_lines(tiny_spec(), "owner/target", "me/drafter")["z-lab"])
+
+    parsed = cli._parser().parse_args(words[1:])
+
+    assert words[0] == "dflash"
+    assert (parsed.model, parsed.draft, parsed.block_size) == ("owner/target", "me/drafter", 4)
+
+
+def test_a_folder_in_speculators_format_is_served_by_vllm_alone():
+    lines = serve_lines(tiny_spec(), "owner/target", "me/drafter", "speculators")
+    assert list(lines) == ["vLLM"]
+    assert lines["vLLM"].startswith("vllm serve me/drafter ")
+
+
 def test_a_card_shows_what_was_measured_and_admits_what_was_not():
-    measured = model_card(tiny_spec(), "owner/target", "me/drafter", EVALUATION, COMPARISON)
+    measured = model_card(
+        tiny_spec(),
+        "owner/target",
+        "me/drafter",
+        evaluation=EVALUATION,
+        compared=COMPARISON,
+        predictions=predict_speedups(EVALUATION, TIMINGS),
+        conditions="Measured in float32 on cpu.",
+    )
     silent = model_card(tiny_spec(), "owner/target", "me/drafter")
 
     assert f"| math | {ACCEPTANCE.tau:.2f} |" in measured
     assert "2 of 2 answers equal plain greedy decoding" in measured
+    assert "Measured in float32 on cpu." in measured
+    assert "| 2 | 1.60 | 1.23 |" in measured
     assert "Acceptance was not measured." in silent
     assert "| prompts |" not in silent
 
 
+def test_the_model_is_tau_times_a_plain_token_over_a_step():
+    assert predict_speedups(EVALUATION, TIMINGS)[1].speedup == 2.2 * 10.0 / (2.0 + 12.0)
+    assert TIMINGS.break_even(4) == (2.0 + 12.0) / 10.0
+    assert TIMINGS.speedup(TIMINGS.break_even(4), 4) == pytest.approx(1)
+
+
+def test_predictions_cover_shorter_blocks_with_their_own_tau():
+    assert [(p.block_size, p.tau) for p in predict_speedups(EVALUATION, TIMINGS)] == [(2, 1.6), (4, 2.2)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "sizes"), [(2, [2]), (7, [2, 4, 7]), (8, [2, 4, 8]), (16, [2, 4, 8, 16])]
+)
+def test_the_trained_block_is_always_among_the_lengths(trained, sizes):
+    assert block_sizes(trained) == sizes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "hybrid"])
+def test_every_length_is_timed_and_the_context_stays_as_it_was(family):
+    timings = time_steps(random_target(family), [1, 2, 3], 8, draft_ms=1.0)
+    assert list(timings.verify_ms) == [1, 2, 4, 8]
+    assert all(value > 0 for value in timings.verify_ms.values())
+
+
+def advice(evaluation=MANY, compared=COMPARISON, timings=TIMINGS, recurrent=False):
+    return warnings(evaluation, compared, timings, recurrent=recurrent)
+
+
+def test_a_good_drafter_measured_well_draws_no_warning():
+    assert advice() == ()
+
+
 def test_a_drafter_that_slows_decoding_is_called_so_with_the_arithmetic():
     slow = replace(COMPARISON, speedup=0.8, verify_ms=60.0)
-    assert "a step costs 3.2 plain tokens and gives 2.20" in warnings(EVALUATION, slow)[0]
+    assert "a step costs 3.2 plain tokens and gives 2.20" in advice(compared=slow)[0]
 
 
 def test_different_answers_and_too_few_steps_are_pointed_out():
-    found = warnings(EVALUATION, replace(COMPARISON, identical=1))
+    found = advice(EVALUATION, replace(COMPARISON, identical=1))
     assert any("1 of 2 answers differ" in text for text in found)
     assert any("tau rests on 5 verify steps" in text for text in found)
 
 
-def test_a_good_drafter_measured_well_draws_no_warning():
-    many = replace(EVALUATION, overall=replace(ACCEPTANCE, verify_steps=2000))
-    assert warnings(many, COMPARISON) == ()
+def test_a_set_on_which_it_would_not_pay_is_named_with_its_break_even():
+    poor = replace(MANY, slices={"math": ACCEPTANCE, "poetry": replace(ACCEPTANCE, tau=1.3)})
+    assert any(
+        "would not pay on poetry (1.30): a step costs 1.40 plain tokens" in text for text in advice(poor)
+    )
 
 
-def test_predictions_cover_shorter_blocks_with_their_own_tau():
-    predicted = predict_speedups(random_target(), EVALUATION, COMPARISON, [1, 2, 3])
+def test_a_shorter_block_that_would_be_faster_is_recommended():
+    slow_long = Timings(draft_ms=2.0, verify_ms={1: 10.0, 2: 11.0, 4: 20.0})
+    assert any(
+        "blocks of 2 should be faster here than the trained 4" in text for text in advice(timings=slow_long)
+    )
 
-    assert [(p.block_size, p.tau) for p in predicted] == [(2, 1.6), (4, 2.2)]
-    assert all(p.speedup > 0 for p in predicted)
+
+@pytest.mark.parametrize("kind", ["mode", "language"])
+def test_acceptance_that_depends_on_mode_or_language_is_pointed_out(kind):
+    uneven = {f"{kind}/a": ACCEPTANCE, f"{kind}/b": replace(ACCEPTANCE, tau=1.45)}
+    assert any(
+        f"depends on the {kind}: {kind}/b 1.45" in text for text in advice(replace(MANY, slices=uneven))
+    )
+    even = {f"{kind}/a": ACCEPTANCE, f"{kind}/b": replace(ACCEPTANCE, tau=2.0)}
+    assert advice(replace(MANY, slices=even)) == ()
 
 
-@pytest.mark.parametrize("slots", [7, 15])
-def test_the_trained_block_is_always_among_the_predictions(slots):
-    evaluation = replace(EVALUATION, tau_by_drafts=tuple(1 + k / 10 for k in range(slots)))
-    predicted = predict_speedups(random_target(), evaluation, COMPARISON, [1, 2])
-    assert predicted[-1].block_size == slots + 1
+def test_speed_on_a_recurrent_target_is_not_passed_off_as_an_engines():
+    slow = replace(COMPARISON, speedup=0.8)
+    found = advice(compared=slow, recurrent=True)
+    assert any("says nothing about an engine" in text for text in found)
+    assert not any("slower with this drafter" in text for text in found)

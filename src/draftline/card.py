@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
+from draftline.advice import Prediction
 from draftline.config import DrafterSpec
 from draftline.evaluate import Comparison, Evaluation
 
+Format = Literal["z-lab", "speculators"]
 
-def serve_lines(spec: DrafterSpec, target: str, drafter: str) -> dict[str, str]:
+
+def serve_lines(spec: DrafterSpec, target: str, drafter: str, form: Format = "z-lab") -> dict[str, str]:
     """Command line of each engine, with the block size that was trained.
 
     Args:
         target: path or hub name of the target.
         drafter: path or hub name of the exported drafter.
+        form: layout of the drafter's folder; only vLLM reads speculators'.
     """
+    if form == "speculators":
+        return {"vLLM": f"vllm serve {drafter} --attention-backend flash_attn"}
     vllm = f'{{"method": "dflash", "model": "{drafter}", "num_speculative_tokens": {spec.block_size - 1}}}'
     return {
         "SGLang": (
@@ -20,6 +29,10 @@ def serve_lines(spec: DrafterSpec, target: str, drafter: str) -> dict[str, str]:
             f"--speculative-draft-model-path {drafter} --speculative-num-draft-tokens {spec.block_size}"
         ),
         "vLLM": f"vllm serve {target} --speculative-config '{vllm}' --attention-backend flash_attn",
+        "z-lab": (
+            f"dflash generate transformers --model {target} --draft {drafter} --block-size {spec.block_size} "
+            '"Your prompt"'
+        ),
         "Draftline": f'draftline generate {drafter} --target {target} "Your prompt"',
     }
 
@@ -28,25 +41,32 @@ def model_card(
     spec: DrafterSpec,
     target: str,
     drafter: str,
+    form: Format = "z-lab",
     evaluation: Evaluation | None = None,
     compared: Comparison | None = None,
+    predictions: Sequence[Prediction] = (),
+    conditions: str = "",
 ) -> str:
     """Markdown with front matter as model hubs read it.
 
     Args:
         drafter: name that the serve lines should use for this folder.
+        form: layout of the folder.
         evaluation: acceptance on held-out prompts, when it was measured.
         compared: real decoding with and without the drafter, when it was measured.
+        predictions: speed-up at other block lengths, by the model in `advice`.
+        conditions: under which all of it was measured: dtype, device, length of answers.
     """
-    lines = serve_lines(spec, target, drafter)
+    lines = serve_lines(spec, target, drafter, form)
     parts = [
         f"---\nbase_model: {target}\nlibrary_name: transformers\ntags: [dflash, speculative-decoding]\n---",
         f"# DFlash drafter for {target}",
         f"It drafts blocks of {spec.block_size} tokens (one known, {spec.block_size - 1} drafted) from the "
         f"hidden states of target layers {list(spec.target_layer_ids)} (0-based; a state is a layer's output). "
         "The target checks every draft, so its output does not change. It works with this target only.",
-        _acceptance(evaluation) if evaluation else "Acceptance was not measured.",
+        _acceptance(evaluation, conditions) if evaluation else "Acceptance was not measured.",
         _speed(compared) if compared else "",
+        _predictions(predictions) if predictions else "",
         "## Serving",
         f"Serve at the trained block size, {spec.block_size}; other sizes accept less, down to nothing.",
         *(f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()),
@@ -55,9 +75,9 @@ def model_card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _acceptance(evaluation: Evaluation) -> str:
+def _acceptance(evaluation: Evaluation, conditions: str) -> str:
     overall = evaluation.overall
-    rows = [("all", overall), *evaluation.tasks.items()]
+    rows = [("all", overall), *evaluation.slices.items()]
     table = "\n".join(
         f"| {name} | {found.tau:.2f} | {found.tau_low:.2f} to {found.tau_high:.2f} | {found.tau_macro:.2f} | "
         f"{found.prompts} | {found.verify_steps} |"
@@ -67,7 +87,7 @@ def _acceptance(evaluation: Evaluation) -> str:
     return (
         "## Acceptance\n\n"
         "Greedy, on held-out prompts. tau counts tokens per verification step, the target's own included, "
-        "pooled, the last block cut.\n\n"
+        f"pooled, the last block cut.{' ' + conditions if conditions else ''}\n\n"
         "| prompts | tau | 95 % interval | mean of per-prompt tau | count | verify steps |\n"
         "|---|---|---|---|---|---|\n"
         f"{table}\n\n"
@@ -80,4 +100,12 @@ def _speed(compared: Comparison) -> str:
         f"Measured with Draftline's own decoder, one request at a time: {compared.plain_tokens_per_s:.1f} tokens/s "
         f"without and {compared.speculative_tokens_per_s:.1f} with the drafter ({compared.speedup:.2f}x); "
         f"{compared.identical} of {compared.prompts} answers equal plain greedy decoding."
+    )
+
+
+def _predictions(predictions: Sequence[Prediction]) -> str:
+    rows = "\n".join(f"| {each.block_size} | {each.tau:.2f} | {each.speedup:.2f} |" for each in predictions)
+    return (
+        "Predicted by a model from these times, one request at a time (the drafts past the length are not "
+        f"verified):\n\n| block | tau | speed-up |\n|---|---|---|\n{rows}"
     )

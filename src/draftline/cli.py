@@ -29,6 +29,7 @@ from draftline.data.options import (
 from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
 from draftline.monitor import run_monitored, start_heartbeat
+from draftline.options import GenerateOptions, MeasureOptions
 
 app = App(
     name="draftline",
@@ -40,6 +41,7 @@ Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
 PREPARE, REGENERATE, REQUESTS = PrepareOptions(), RegenerateOptions(), RequestOptions()
 SAMPLING, LOCAL = Sampling(), LocalOptions()
+MEASURE, GENERATE = MeasureOptions(), GenerateOptions()
 
 
 def main() -> None:
@@ -346,13 +348,11 @@ def inspect(
 @app.command
 def evaluate(
     drafter: Path,
-    prompts: str,
-    *,
+    /,
+    *prompts: str,
     target: str,
     dtype: str = "auto",
-    num_prompts: int = 64,
-    max_new_tokens: int = 256,
-    compare: int = 8,
+    options: Annotated[MeasureOptions, Parameter(name="*")] = MEASURE,
     json_output: JsonFlag = False,
 ) -> None:
     """Measure acceptance length and speed on held-out prompts.
@@ -362,31 +362,39 @@ def evaluate(
     drafter
         Exported drafter, checkpoint or run folder.
     prompts
-        Chat JSONL; the last answer of each record is left out. `builtin:all` and `builtin:demo` come with Draftline.
+        One or several of: chat JSONL, whose records' last answers are left out; gsm8k, math500, humaneval, mbpp,
+        mt-bench, alpaca (from the hub, or NAME=FOLDER for a local copy); builtin:all, builtin:demo.
     target
         The model that the drafter was trained for.
     dtype
         Compute type of both: auto, float32, bfloat16, float16.
-    num_prompts
-        Prompts to replay.
-    max_new_tokens
-        Longest answer.
-    compare
-        Prompts that are also decoded for real, with and without the drafter.
     json_output
         Print one JSON object.
     """
     from draftline.commands import evaluate_drafter  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.measure import print_measurement  # noqa: PLC0415
 
-    measured = evaluate_drafter(
-        drafter, prompts, _target(target, dtype), num_prompts, max_new_tokens, compare
-    )
-    _print(measured, json_output=json_output)
+    measured = evaluate_drafter(drafter, prompts, _target(target, dtype), options)
+    if json_output:
+        _print(measured.to_json(), json_output=True)
+    else:
+        print_measurement(measured, Console(highlight=False))
 
 
 @app.command
-def export(run: Path, out: Path, *, json_output: JsonFlag = False) -> None:
-    """Write a run's newest drafter as the folder that SGLang, vLLM and z-lab's code load, and prove it.
+def export(
+    run: Path,
+    out: Path,
+    /,
+    *prompts: str,
+    target: str | None = None,
+    format: Literal["z-lab", "speculators"] = "z-lab",
+    name: str | None = None,
+    dtype: str = "auto",
+    options: Annotated[MeasureOptions, Parameter(name="*")] = MEASURE,
+    json_output: JsonFlag = False,
+) -> None:
+    """Write a drafter as the folder that SGLang, vLLM and z-lab's code load, with a model card, and prove it.
 
     Parameters
     ----------
@@ -394,12 +402,27 @@ def export(run: Path, out: Path, *, json_output: JsonFlag = False) -> None:
         Run folder, checkpoint, or a published drafter.
     out
         Folder to write.
+    prompts
+        As for `draftline evaluate`: what is measured goes into the model card, and the folder must give the same.
+    target
+        The model that the drafter was trained for: logits are compared on it, and the serve lines name it.
+    format
+        z-lab: for SGLang, vLLM and z-lab's package. speculators: for vLLM, which then serves the folder alone.
+    name
+        Name of the drafter in the serve lines, such as a hub name; else the folder.
+    dtype
+        Compute type of the measurement.
     json_output
         Print one JSON object.
     """
     from draftline.commands import export_run  # noqa: PLC0415 - transformers takes seconds to import
 
-    _print(export_run(run, out), json_output=json_output)
+    model = _target(target, dtype) if target is not None else None
+    outcome = export_run(run, out, prompts, model, format, name, options)
+    lines = outcome.pop("serve") if not json_output else {}
+    _print(outcome, json_output=json_output)
+    for engine, line in lines.items():
+        print(f"\n{engine}\n  {line}")
 
 
 @app.command
@@ -431,7 +454,7 @@ def generate(
     *,
     target: str,
     dtype: str = "auto",
-    max_new_tokens: int = 256,
+    options: Annotated[GenerateOptions, Parameter(name="*")] = GENERATE,
     json_output: JsonFlag = False,
 ) -> None:
     """Answer a prompt by speculative decoding, showing drafted, accepted and rejected tokens in colour.
@@ -446,14 +469,12 @@ def generate(
         The model that the drafter was trained for.
     dtype
         Compute type of both.
-    max_new_tokens
-        Longest answer.
     json_output
         Print the answer and its steps as one JSON object instead.
     """
     from draftline.commands import generate_text  # noqa: PLC0415 - transformers takes seconds to import
 
-    outcome = generate_text(drafter, prompt, _target(target, dtype), max_new_tokens, show=not json_output)
+    outcome = generate_text(drafter, prompt, _target(target, dtype), options, show=not json_output)
     if json_output:
         _print(outcome, json_output=True)
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
-from draftline.config import DrafterSpec, TargetConfig
-from draftline.decode import collect, decode_events
+from draftline.card import Format, model_card, serve_lines
+from draftline.config import TargetConfig
+from draftline.decode import decode_events
 from draftline.drafter.model import Drafter
-from draftline.evaluate import compare, evaluate, reference_answers
-from draftline.export import export_drafter
+from draftline.errors import ConfigError
+from draftline.evaluate import Reference, reference_answers
+from draftline.export import export_drafter, export_speculators
+from draftline.export_proof import Proof, prove_on_target
 from draftline.greedy import Limit
 from draftline.importing import find_drafter, load_drafter, refuse_misfit
-from draftline.paths import builtin_prompts
+from draftline.measure import Measurement, measure
+from draftline.options import GenerateOptions, MeasureOptions
 from draftline.pipeline.plan import available_devices
 from draftline.prompts import chat_prompt, load_prompts
-from draftline.render import LEGEND, styled_steps
+from draftline.render import print_answer
+from draftline.sampling import Choice, Greedy, Sampled
+from draftline.speculators import Verifier
 from draftline.target.inspect import stop_token_ids
-from draftline.target.load import Target, load_target
+from draftline.target.load import Target, load_target, resolve_path
+
+NO_TARGET = "TARGET"
+"""Stands for the target in serve lines of an export that was not told it."""
+PROOF_TOKENS = 48
+"""Tokens of the target's answer that an export is proved on when no prompts are given."""
 
 
 def load_pair(drafter: Path, target: TargetConfig) -> tuple[Target, Drafter]:
@@ -45,69 +58,120 @@ def answer_limit(target: Target, max_new_tokens: int) -> Limit:
 
 
 def evaluate_drafter(
-    drafter: Path,
-    prompts: str,
-    target: TargetConfig,
-    num_prompts: int,
-    max_new_tokens: int,
-    num_compared: int,
-) -> dict[str, Any]:
-    """Acceptance by replay, then real decoding with and without the drafter."""
+    drafter: Path, prompts: Sequence[str], target: TargetConfig, options: MeasureOptions
+) -> Measurement:
+    """Acceptance by replay on every set, then real decoding with and without the drafter."""
     loaded, module = load_pair(drafter, target)
-    held_out = load_prompts(builtin_prompts(prompts), loaded.tokenizer, num_prompts)
-    limit = answer_limit(loaded, max_new_tokens)
-    evaluation = evaluate(loaded, module, reference_answers(loaded, held_out, limit))
-    measured: dict[str, Any] = {
-        **asdict(evaluation.overall),
-        "tasks": {k: v.tau for k, v in evaluation.tasks.items()},
-    }
-    if num_compared:
-        measured["decoding"] = asdict(compare(loaded, module, held_out[:num_compared], limit))
-    return measured
+    return _measure(loaded, module, _answers(loaded, prompts, options), options)
 
 
-def export_run(run: Path, out: Path) -> dict[str, Any]:
-    """Export a drafter from wherever it lies."""
-    source = find_drafter(run)
+def _answers(target: Target, prompts: Sequence[str], options: MeasureOptions) -> list[Reference]:
+    asked = load_prompts(prompts, target.tokenizer, options.num_prompts, options.thinking)
+    return reference_answers(target, asked, answer_limit(target, options.max_new_tokens))
+
+
+def _measure(
+    target: Target, drafter: Drafter, answers: Sequence[Reference], options: MeasureOptions
+) -> Measurement:
+    return measure(target, drafter, answers, answer_limit(target, options.max_new_tokens), options.compare)
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    prompts: Sequence[str],
+    target: TargetConfig | None,
+    form: Format,
+    name: str | None,
+    options: MeasureOptions,
+) -> dict[str, Any]:
+    """Export a drafter from wherever it lies; with a target, measure it and prove what the folder computes on it.
+
+    Args:
+        prompts: what acceptance is measured on for the model card; none leaves it out.
+        name: of the drafter in the serve lines; None takes the folder.
+
+    Raises:
+        ConfigError: prompts or the speculators format without a target.
+        CheckpointError: the drafter does not fit the target, or the folder is not what went in.
+    """
+    source, name = find_drafter(run), name or str(out)
+    if target is not None:
+        return _export_on_target(source, out, prompts, target, form, name, options)
+    if prompts or form == "speculators":
+        what = "measuring acceptance" if prompts else "the speculators format, which names the target,"
+        raise ConfigError(f"{what} needs --target")
     spec, module = load_drafter(source)
-    folder = export_drafter(spec, module.state_dict(), out)
+    export_drafter(spec, module.state_dict(), out, model_card(spec, NO_TARGET, name))
+    return _exported(source, out, module, serve_lines(spec, NO_TARGET, name))
+
+
+def _export_on_target(
+    source: Path,
+    out: Path,
+    prompts: Sequence[str],
+    target: TargetConfig,
+    form: Format,
+    name: str,
+    options: MeasureOptions,
+) -> dict[str, Any]:
+    loaded, module = load_pair(source, target)
+    answers = _answers(loaded, prompts, options) if prompts else _short_answer(loaded)
+    measured = _measure(loaded, module, answers, options) if prompts else None
+    called, proofs = resolve_path(target), list[Proof]()
+
+    def prove(folder: Path) -> None:
+        evaluation = measured.evaluation if measured else None
+        proofs.append(prove_on_target(loaded, module, folder, answers, evaluation))
+
+    spec, weights = module.spec, module.state_dict()
+    card = model_card(spec, called, name, form, **(measured.for_card() if measured else {}))
+    if form == "speculators":
+        verifier = Verifier(called, tuple(loaded.model.config.architectures or ()))
+        export_speculators(spec, weights, out, verifier, card, prove)
+    else:
+        export_drafter(spec, weights, out, card, prove)
+    return {
+        **_exported(source, out, module, serve_lines(spec, called, name, form)),
+        "proof": asdict(proofs[0]),
+    }
+
+
+def _short_answer(target: Target) -> list[Reference]:
+    """A text of the target for a proof without prompts."""
+    return reference_answers(target, [chat_prompt(target.tokenizer, "Hello!")], Limit(PROOF_TOKENS))
+
+
+def _exported(source: Path, folder: Path, drafter: Drafter, lines: Mapping[str, str]) -> dict[str, Any]:
     return {
         "from": str(source),
         "drafter": str(folder),
-        "tensors": len(module.state_dict()),
-        **_serving(spec),
+        "tensors": len(drafter.state_dict()),
+        "block_size": drafter.spec.block_size,
+        "serve": dict(lines),
     }
 
 
-def _serving(spec: DrafterSpec) -> dict[str, Any]:
-    return {"block_size": spec.block_size, "target_layer_ids": list(spec.target_layer_ids)}
+def _choice(options: GenerateOptions, device: torch.device) -> Choice:
+    if options.temperature == 0:
+        return Greedy()
+    return Sampled(options.seed, device, options.temperature, options.top_p, options.top_k)
 
 
 def generate_text(
-    drafter: Path, prompt: str, target: TargetConfig, max_new_tokens: int, *, show: bool
+    drafter: Path, prompt: str, target: TargetConfig, options: GenerateOptions, *, show: bool
 ) -> dict[str, Any]:
     """Answer one prompt; with `show` the text streams to standard output in colour."""
     loaded, module = load_pair(drafter, target)
-    limit = answer_limit(loaded, max_new_tokens)
-    events = list[Any]()
-
-    def noted():
-        for event in decode_events(loaded, module, chat_prompt(loaded.tokenizer, prompt).input_ids, limit):
-            events.append(event)
-            yield event
-
-    console = Console(quiet=not show, soft_wrap=True, highlight=False)
-    for text in styled_steps(noted(), loaded.tokenizer):
-        console.print(text, end="")
-    decoded = collect(iter(events))
-    console.print()
-    console.print(LEGEND)
-    console.print(
-        f"{len(decoded.tokens)} tokens in {len(decoded.produced)} verify steps, tau {decoded.tau:.2f}"
-    )
+    choice = _choice(options, loaded.device)
+    limit = answer_limit(loaded, options.max_new_tokens)
+    asked = chat_prompt(loaded.tokenizer, prompt, think=options.thinking)
+    events = decode_events(loaded, module, asked.input_ids, limit, choice)
+    decoded = print_answer(events, loaded.tokenizer, Console(quiet=not show, highlight=False))
     return {
         "text": loaded.tokenizer.decode(list(decoded.tokens), skip_special_tokens=True),
         "tau": decoded.tau,
         "produced": decoded.produced,
         "accepted": decoded.accepted,
+        "tokens_per_s": decoded.tokens_per_s,
     }

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 TILE = 128
@@ -52,10 +52,16 @@ class DataConfig(Frozen):
 
     path: str
     """A token store made by `draftline prepare`, or a chat JSONL file that is prepared on the fly."""
-    eval_path: str | None = None
-    """Chat JSONL with held-out prompts for acceptance length; none means no evaluation while training."""
+    eval_path: tuple[str, ...] = ()
+    """Held-out prompts for acceptance length: files of chat records, or sets by name (gsm8k, mt-bench, ...; see
+    docs/serving.md); none means no evaluation."""
     max_length: int = Field(default=4096, ge=2)
     """Tokens: a longer conversation is clipped, and counted."""
+
+    @field_validator("eval_path", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: object) -> object:
+        return (given,) if isinstance(given, str) else given
 
 
 class RowConfig(Frozen):
@@ -185,9 +191,11 @@ class EvaluationConfig(Frozen):
     every: int | None = Field(default=None, gt=0)
     """Optimizer steps between evaluations; none means before and after training only."""
     num_prompts: int = Field(default=64, gt=0)
-    """Held-out prompts used."""
+    """Held-out prompts used of each file or set."""
     max_new_tokens: int = Field(default=256, gt=0)
     """Tokens generated for each prompt."""
+    thinking: Literal["off", "on", "both"] = "off"
+    """The target's thinking switch; both asks every prompt twice and reports two slices."""
 
 
 class DeadlineConfig(Frozen):

@@ -66,6 +66,11 @@ class Decoded:
         """Tokens per verify step, the target's own included; 0 without a step."""
         return sum(self.produced) / len(self.produced) if self.produced else 0.0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the answer per second, prompt reading included."""
+        return len(self.tokens) / (self.prefill_s + self.draft_s + self.verify_s)
+
 
 def decode(
     target: Target,

@@ -25,10 +25,9 @@ from draftline.decode import decode_events
 from draftline.drafter.model import Drafter
 from draftline.evaluate import Comparison, Evaluation, Prompt, compare
 from draftline.greedy import Limit
-from draftline.paths import builtin_prompts
 from draftline.pipeline.plan import available_devices
 from draftline.prompts import load_prompts
-from draftline.render import LEGEND, styled_steps
+from draftline.render import print_answer
 from draftline.run import Trained, train
 from draftline.smollm2_demo import with_own_answers
 from draftline.target.load import Target
@@ -63,10 +62,7 @@ def run_demo(target: Literal["tiny", "smollm2"], output: Path, command: Sequence
         config = with_own_answers(config, output.parent / f"{output.name}-smollm2", Screen())
     trained = train(config, Screen(), command)
     target_model, drafter = load_pair(trained.drafter, config.target)
-    assert config.data.eval_path is not None
-    prompts = load_prompts(
-        builtin_prompts(config.data.eval_path), target_model.tokenizer, NUM_COMPARED[target]
-    )
+    prompts = load_prompts(config.data.eval_path, target_model.tokenizer, NUM_COMPARED[target])
     limit = answer_limit(target_model, config.evaluation.max_new_tokens)
     compared = compare(target_model, drafter, prompts, limit)
     console = Console(highlight=False)
@@ -81,12 +77,9 @@ def run_demo(target: Literal["tiny", "smollm2"], output: Path, command: Sequence
 def _show_answers(
     console: Console, target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit
 ) -> None:
-    console.print(LEGEND)
     for prompt in prompts:
         console.print(f"[dim]{target.tokenizer.decode(list(prompt.input_ids))}[/dim]", end="", soft_wrap=True)
-        for text in styled_steps(decode_events(target, drafter, prompt.input_ids, limit), target.tokenizer):
-            console.print(text, end="", soft_wrap=True)
-        console.print()
+        print_answer(decode_events(target, drafter, prompt.input_ids, limit), target.tokenizer, console)
 
 
 def _summary(trained: Trained, compared: Comparison) -> Table:
@@ -120,7 +113,7 @@ def _figures(trained: Trained, compared: Comparison) -> dict[str, Any]:
         "target_tokens_per_s": trained.tokens_per_s,
         "tau_before": trained.before and asdict(trained.before.overall),
         "tau_after": trained.after and asdict(trained.after.overall),
-        "tasks": {name: task.tau for name, task in trained.after.tasks.items()} if trained.after else {},
+        "slices": {name: found.tau for name, found in trained.after.slices.items()} if trained.after else {},
         "decoding": asdict(compared),
         "drafter": str(trained.drafter),
     }

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 
 from draftline.acceptance import Acceptance, Walk, acceptance, walk
 from draftline.decode import Decoded, decode
@@ -22,6 +23,8 @@ from draftline.errors import DataError
 from draftline.greedy import CachedTarget, Limit, greedy, greedy_batch
 from draftline.target.load import Target
 
+WARM_TOKENS = 16
+"""Tokens decoded before a comparison is timed."""
 BLOCKS_AT_ONCE = 32
 """Blocks in one drafter pass of a replay; more only adds pairs of blocks that do not see each other."""
 
@@ -31,8 +34,10 @@ class Prompt:
     """A held-out prompt."""
 
     input_ids: tuple[int, ...]
-    task: str = "all"
-    """Slice that it is reported under."""
+    slices: tuple[str, ...] = ("all",)
+    """Names that it is reported under."""
+    next_turn: Callable[[Sequence[int]], Prompt] | None = field(default=None, compare=False, repr=False)
+    """From the target's answer, the prompt of the user's next turn."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The outcome over all prompts and over each task."""
+    """The outcome over all prompts and over each slice of them."""
 
     overall: Acceptance
-    tasks: dict[str, Acceptance]
+    slices: dict[str, Acceptance]
+    ce: float
+    """Nats per draft token against the target's text, mean over all slots of all anchors inside the answers."""
     tau_by_drafts: tuple[float, ...]
     """tau if only the first 1, 2, ... B - 1 drafts of each block were verified: a shorter serving block."""
 
@@ -56,11 +63,20 @@ class Evaluation:
 def reference_answers(target: Target, prompts: Sequence[Prompt], limit: Limit) -> list[Reference]:
     """The target's greedy answers; made once, they serve every evaluation against this target.
 
+    A prompt with a next turn gives one reference for each of its turns.
+
     Raises:
         DataError: a prompt is empty.
     """
-    answers = greedy_batch(target, [prompt.input_ids for prompt in prompts], limit)
-    return [Reference(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+    references: list[Reference] = []
+    while prompts:
+        answers = greedy_batch(target, [prompt.input_ids for prompt in prompts], limit)
+        answered = [Reference(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+        references += answered
+        prompts = [
+            each.prompt.next_turn(each.answer) for each in answered if each.prompt.next_turn is not None
+        ]
+    return references
 
 
 def evaluate(
@@ -79,59 +95,78 @@ def evaluate(
     Raises:
         DataError: no answer is long enough to have a verify step.
     """
-    runs: list[list[int]] = []
+    drafted: list[Drafted] = []
     for reference in references:
         check()
-        runs.append(leading_runs(target, drafter, reference))
-    walks = [walk(answer) for answer in runs]
+        drafted.append(draft_everywhere(target, drafter, reference))
+    walks = [walk(answer.runs) for answer in drafted]
     slots = drafter.spec.block_size - 1
-    tasks: dict[str, list[Walk]] = {}
+    slices: dict[str, list[Walk]] = {}
     for steps, reference in zip(walks, references, strict=True):
-        tasks.setdefault(reference.prompt.task, []).append(steps)
+        for name in reference.prompt.slices:
+            slices.setdefault(name, []).append(steps)
     return Evaluation(
         overall=acceptance(walks, slots, seed),
-        tasks={
+        slices={
             name: acceptance(members, slots, seed)
-            for name, members in sorted(tasks.items())
+            for name, members in sorted(slices.items())
             if any(steps.produced for steps in members)
         },
-        tau_by_drafts=tuple(_tau_with_drafts(runs, most) for most in range(1, slots + 1)),
+        ce=sum(answer.ce_sum for answer in drafted) / max(1, sum(answer.num_drafts for answer in drafted)),
+        tau_by_drafts=tuple(_tau_with_drafts(drafted, most) for most in range(1, slots + 1)),
     )
 
 
-def _tau_with_drafts(runs: Sequence[Sequence[int]], most: int) -> float:
-    walks = [walk([min(run, most) for run in answer]) for answer in runs]
+def _tau_with_drafts(drafted: Sequence[Drafted], most: int) -> float:
+    walks = [walk([min(run, most) for run in answer.runs]) for answer in drafted]
     return sum(sum(steps.produced) for steps in walks) / sum(len(steps.produced) for steps in walks)
 
 
 def replay(target: Target, drafter: Drafter, reference: Reference) -> Walk:
     """The verify steps that speculative decoding would take for one answer."""
-    return walk(leading_runs(target, drafter, reference))
+    return walk(draft_everywhere(target, drafter, reference).runs)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a drafter makes of one answer, drafting at each of its tokens but the last."""
+
+    runs: list[int]
+    """Drafts that would be right, were the token an anchor."""
+    ce_sum: float
+    """Nats, over all drafts that have a token of the answer to be compared with."""
+    num_drafts: int
 
 
 @torch.inference_mode()
-def leading_runs(target: Target, drafter: Drafter, reference: Reference) -> list[int]:
-    """How many drafts would be right at each answer token but the last, were it an anchor."""
+def draft_everywhere(target: Target, drafter: Drafter, reference: Reference) -> Drafted:
+    """Draft at every anchor that decoding could have in one answer."""
     prompt, answer = reference.prompt.input_ids, reference.answer
     if len(answer) < 2:
-        return []
+        return Drafted([], 0.0, 0)
     text = torch.tensor([*prompt, *answer], device=target.device)
     # The last token is never an anchor and the one before it never a context, yet its row must exist.
     taps = CachedTarget(target, drafter.spec.target_layer_ids).feed(text[:-1], num_logits=1).taps
     block = BlockDrafter(drafter, target.embedding, target.head, len(text) - 1)
     block.observe(taps)
     anchors = torch.arange(len(prompt), len(text) - 1, device=target.device)
-    runs = [_runs_at(block, text, chunk) for chunk in anchors.split(BLOCKS_AT_ONCE)]
-    return torch.cat(runs).tolist()
+    parts = [_draft_at(block, text, chunk) for chunk in anchors.split(BLOCKS_AT_ONCE)]
+    runs, ce = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return Drafted(runs.tolist(), float(ce.sum()), len(ce))
 
 
-def _runs_at(block: BlockDrafter, text: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """Leading drafts that equal the text at each anchor, int64 [A]; the end of the text ends a run."""
-    drafts = block.logits_at(text, anchors).argmax(dim=-1)  # [A, B-1]
-    places = anchors[:, None] + torch.arange(1, drafts.shape[1] + 1, device=anchors.device)
+def _draft_at(
+    block: BlockDrafter, text: torch.Tensor, anchors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leading drafts that equal the text at each anchor, int64 [A], and the cross-entropy of every draft that has a
+    token to equal, float64 [n]; the end of the text ends a run."""
+    logits = block.logits_at(text, anchors)  # [A, B-1, V]
+    places = anchors[:, None] + torch.arange(1, logits.shape[1] + 1, device=anchors.device)
     inside = places < len(text)
-    right = inside & (drafts == text[places.clamp_max(len(text) - 1)])
-    return right.long().cumprod(dim=1).sum(dim=1)
+    labels = text[places.clamp_max(len(text) - 1)]
+    right = inside & (logits.argmax(dim=-1) == labels)
+    ce = F.cross_entropy(logits[inside].float(), labels[inside], reduction="none")
+    return right.long().cumprod(dim=1).sum(dim=1), ce.double()
 
 
 @dataclass(frozen=True)
@@ -155,12 +190,16 @@ class Comparison:
 def compare(target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit) -> Comparison:
     """Decode every prompt twice and compare text and time, prompt reading included.
 
+    One prompt is decoded before the clock starts: first calls load kernels and grow buffers.
+
     Raises:
         DataError: there is no prompt, or one is empty.
     """
     if not prompts:
         raise DataError("there is no prompt to compare decoding on; give at least one")
     plain_s, identical, results = 0.0, 0, list[Decoded]()
+    greedy(target, prompts[0].input_ids, replace(limit, max_new_tokens=WARM_TOKENS))
+    decode(target, drafter, prompts[0].input_ids, replace(limit, max_new_tokens=WARM_TOKENS))
     for prompt in prompts:
         start = time.perf_counter()
         answer = greedy(target, prompt.input_ids, limit)

@@ -14,6 +14,7 @@ from draftline.config import DrafterSpec
 from draftline.drafter.model import Drafter
 from draftline.errors import StallError, blame
 from draftline.evaluate import Evaluation, Prompt, Reference, evaluate, reference_answers
+from draftline.export import SERVED_DTYPE
 from draftline.greedy import Limit
 from draftline.target.forward import share_weights
 from draftline.target.load import Target
@@ -45,12 +46,12 @@ class Evaluator:
         self._leave = threading.Event()
 
     def measure(self, weights: Mapping[str, Tensor]) -> Evaluation:
-        """Evaluate `weights`, float32 by parameter name, in the target's dtype on its device."""
+        """Evaluate `weights` by parameter name, rounded as they are served, in the target's dtype on its device."""
         if self._references is None:
             self._references = reference_answers(self._target, self._prompts, self._limit)
         drafter = Drafter(self._spec)
         drafter.load_state_dict(dict(weights), strict=True)
-        drafter.to(device=self._target.device, dtype=self._target.embedding.dtype).eval()
+        drafter.to(SERVED_DTYPE).to(device=self._target.device, dtype=self._target.embedding.dtype).eval()
         return evaluate(self._target, drafter, self._references, check=self._check)
 
     def _check(self) -> None:

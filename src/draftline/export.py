@@ -8,7 +8,7 @@ z-lab's; there is no embedding and no head, which are the target's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from draftline.config import DrafterSpec
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions
 from draftline.drafter.model import Drafter
-from draftline.errors import CheckpointError, ConfigError
+from draftline.errors import CheckpointError, ConfigError, DraftlineError
 from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
 from draftline.importing import CONFIG, MODEL, load_drafter, match_tensors
 from draftline.published import ARCHITECTURE, OWN_KEYS
 from draftline.speculators import Verifier, speculators_config_json
 
 CARD = "README.md"
+SERVED_DTYPE = torch.bfloat16
 PROOF_CONTEXT = 40
 """Context tokens of the block that an export is proved on."""
 PROOF_TOLERANCE = 1e-5
@@ -103,13 +104,17 @@ def serving_tensors(spec: DrafterSpec, weights: Mapping[str, Tensor]) -> dict[st
     matched = match_tensors(spec, weights, "the weights to export")
     # Copies: a trainer's weights are views of one buffer, and the file format refuses shared memory.
     return {
-        name: tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+        name: tensor.detach().to("cpu", SERVED_DTYPE, copy=True).contiguous()
         for name, tensor in matched.items()
     }
 
 
 def export_drafter(
-    spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path, card: str | None = None
+    spec: DrafterSpec,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    card: str | None = None,
+    prove: Callable[[Path], None] = lambda _folder: None,
 ) -> Path:
     """Write and prove a drafter's folder as z-lab's code, SGLang and vLLM load it.
 
@@ -118,17 +123,23 @@ def export_drafter(
 
     Args:
         card: text of its README, see `card.model_card`.
+        prove: a further check of the folder before it appears as `out`; what it raises leaves nothing behind.
 
     Raises:
         ConfigError: `out` exists and is not a drafter's folder.
         CheckpointError: the weights do not fit the spec, or the folder does not read back as written.
         DiskFullError: there is no room.
     """
-    return _export(spec, weights, out, config_json(spec), card)
+    return _export(spec, weights, out, config_json(spec), card, prove)
 
 
 def export_speculators(
-    spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path, verifier: Verifier, card: str | None = None
+    spec: DrafterSpec,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    verifier: Verifier,
+    card: str | None = None,
+    prove: Callable[[Path], None] = lambda _folder: None,
 ) -> Path:
     """Like `export_drafter`, in the speculators library's format, from which vLLM serves drafter and target.
 
@@ -136,11 +147,16 @@ def export_speculators(
         ConfigError: as above, or the format cannot express this drafter.
         CheckpointError, DiskFullError: as above.
     """
-    return _export(spec, weights, out, speculators_config_json(spec, verifier), card)
+    return _export(spec, weights, out, speculators_config_json(spec, verifier), card, prove)
 
 
 def _export(
-    spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path, config: str, card: str | None
+    spec: DrafterSpec,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    config: str,
+    card: str | None,
+    prove: Callable[[Path], None],
 ) -> Path:
     _refuse_other_folder(out)
     tensors = serving_tensors(spec, weights)
@@ -148,7 +164,12 @@ def _export(
     with disk_failures_explained(out.parent, "exporting the drafter"):
         out.parent.mkdir(parents=True, exist_ok=True)
         _write(temporary, tensors, {CONFIG: config} if card is None else {CONFIG: config, CARD: card})
-        prove_export(spec, tensors, temporary)
+        try:
+            prove_export(spec, tensors, temporary)
+            prove(temporary)
+        except DraftlineError:
+            remove_tree(FileSystem(), temporary)
+            raise
         _put_in_place(temporary, out)
     return out
 

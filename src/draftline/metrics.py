@@ -55,20 +55,30 @@ def train_metrics(record: StepRecord, stats: StepStats) -> dict[str, float]:
     return metrics
 
 
-def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """Metrics of one evaluation on held-out prompts."""
+def eval_metrics(evaluation: Evaluation, accept_anchor_mean: float | None = None) -> dict[str, float]:
+    """Metrics of one evaluation on held-out prompts.
+
+    Args:
+        accept_anchor_mean: what training says at that time, for the gap between the two.
+    """
     overall = evaluation.overall
     metrics = {
         "eval/tau": overall.tau,
         "eval/tau_low": overall.tau_low,
         "eval/tau_high": overall.tau_high,
         "eval/tau_macro": overall.tau_macro,
+        "eval/ce": evaluation.ce,
         "eval/verify_steps": float(overall.verify_steps),
     }
-    metrics.update(
-        {f"eval/accept_pos/{slot:02d}": share for slot, share in enumerate(overall.accept_pos, start=1)}
-    )
-    metrics.update({f"eval/tau/{task}": acceptance.tau for task, acceptance in evaluation.tasks.items()})
+    if accept_anchor_mean is not None:
+        metrics["eval/tau_train_gap"] = accept_anchor_mean - overall.tau
+    at_least = (1.0, *overall.accept_pos, 0.0)
+    for slot in range(len(at_least) - 1):
+        metrics[f"eval/accept_len_hist/{slot:02d}"] = at_least[slot] - at_least[slot + 1]
+        if slot:
+            metrics[f"eval/accept_pos/{slot:02d}"] = at_least[slot]
+    for name, found in evaluation.slices.items():
+        metrics |= {f"eval/tau/{name}": found.tau, f"eval/tau_macro/{name}": found.tau_macro}
     return metrics
 
 

@@ -125,12 +125,7 @@ def prove_parity(target: Target, spec: DrafterSpec, row: Row, taps: Tensor) -> f
         return 0.0
     _check_labels(row, count)
     drafter = _small_drafter(spec, target.device)
-    embedding = target.embedding  # rows are widened when they are looked up
-    head = target.head[:: -(-len(target.head) // HEAD_ROWS)].float()
-    with torch.inference_mode():
-        trained = _trained(drafter, embedding, head, row, taps.float(), count)
-        decoded = _decoded(drafter, embedding, head, row, taps.float(), count)
-        difference = ((trained - decoded).abs().max() / decoded.abs().max()).item()
+    difference = block_difference(target, drafter, drafter, row, taps, count)
     if not difference <= TOLERANCE:
         raise ConfigError(
             f"training and decoding disagree on {target.name}: logits of the same blocks differ by "
@@ -138,6 +133,24 @@ def prove_parity(target: Target, spec: DrafterSpec, row: Row, taps: Tensor) -> f
             "defect for this kind of target: please report it with the target's config.json"
         )
     return difference
+
+
+@torch.inference_mode()
+def block_difference(
+    target: Target, training: Drafter, serving: Drafter, row: Row, taps: Tensor, count: int
+) -> float:
+    """Largest difference of fp32 logits between one drafter in training and one in decoding, over the first `count`
+    blocks of a row, relative to the largest logit.
+
+    Args:
+        training, serving: fp32, on the target's device.
+        taps: [T, K*D] of the row.
+    """
+    embedding = target.embedding  # rows are widened when they are looked up
+    head = target.head[:: -(-len(target.head) // HEAD_ROWS)].float()
+    trained = _trained(training, embedding, head, row, taps.float(), count)
+    decoded = _decoded(serving, embedding, head, row, taps.float(), count)
+    return ((trained - decoded).abs().max() / decoded.abs().max()).item()
 
 
 def _small_drafter(spec: DrafterSpec, device: torch.device) -> Drafter:

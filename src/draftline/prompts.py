@@ -1,10 +1,17 @@
-"""Held-out prompts: chat records whose last answer, if there is one, is left out."""
+"""Held-out prompts: files of chat records, and the usual sets by name.
+
+A prompt belongs to slices, under which its acceptance is reported: its set, `SET/TASK` when its record names a task,
+`language/CODE` when it names a language, and its mode: `mode/thinking` or `mode/direct` for a target that can do
+both, `mode/tools` when tools are offered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,55 +19,137 @@ from draftline.data.conversations import Conversation, parse_record
 from draftline.data.reasons import UnusableRow
 from draftline.data.sources import resolve_source
 from draftline.data.template import ChatTemplate, TemplateOptions
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 from draftline.evaluate import Prompt
+from draftline.paths import builtin_prompts
+from draftline.prompt_sets import SETS, Turns, load_set
+from draftline.target.load import BUILTIN
+
+Thinking = Literal["off", "on", "both"]
+_SUFFIX = re.compile(r"\.(jsonl|jsonl\.gz|json|parquet)$")
 
 
-def load_prompts(path: str | Path, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
-    """The first `num_prompts` prompts of a file, tokenised with the target's own template.
+@dataclass(frozen=True)
+class _Ask:
+    """A conversation that the target is to go on with."""
 
-    A record holds `messages` (up to the turn that the target should answer) or `prompt` (one user turn), and
-    optionally `task`, the slice it is reported under.
+    where: str
+    messages: tuple[dict[str, Any], ...]
+    labels: tuple[str, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    later: Turns = ()
+    """User turns that follow the target's answer."""
+    thinking: bool | None = None
+    """As its record asks, whatever the option says."""
+
+
+def load_prompts(
+    names: str | Path | Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    thinking: Thinking = "off",
+) -> list[Prompt]:
+    """Prompts of some sources, tokenised with the target's own template.
+
+    A source is a set's name (`prompt_sets.SETS`), `NAME=FOLDER` for a local copy of its hub repository, a file or
+    folder of records, or `builtin:all` and `builtin:demo`. A record holds `messages` (the last answer, if there is
+    one, is left out) or `prompt` (one user turn), and optionally `task`, `language`, `tools`, and `thinking` (true or
+    false, which goes before the argument).
+
+    Args:
+        num_prompts: of each source: the first of a file, evenly spread over a set.
+        thinking: the template's switch; `both` asks every prompt twice.
 
     Raises:
-        DataError: the file cannot be read, a line is malformed (it is named), or it holds no prompt.
+        DataError: a source cannot be read, a line is malformed (it is named), or it holds no prompt.
+        ConfigError: a source is named twice, or the target's template has no thinking switch.
     """
     template = ChatTemplate(tokenizer, TemplateOptions())
+    if thinking != "off" and template.switch is None:
+        raise ConfigError(
+            f"thinking={thinking}, but the target's chat template has no switch for it; leave it off"
+        )
+    sources = [names] if isinstance(names, str | Path) else list(names)
+    labels = [_label(str(source)) for source in sources]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"the prompts {labels} would be reported under one name; give each source another")
     prompts: list[Prompt] = []
-    for where, record in _records(path):
-        if len(prompts) == num_prompts:
-            break
-        conversation = _conversation(record, where)
-        prompts.append(encode_prompt(template, conversation, task=str(record.get("task", "all"))))
-    if not prompts:
-        raise DataError(f"{path} holds no prompt; evaluation needs at least one line with messages or prompt")
+    for source, label in zip(sources, labels, strict=True):
+        asks = list(_asks(str(source), label, num_prompts))
+        if not asks:
+            raise DataError(
+                f"{source} holds no prompt; evaluation needs at least one line with messages or prompt"
+            )
+        prompts += [_encode(template, ask, think) for ask in asks for think in _modes(ask, thinking)]
     return prompts
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> Prompt:
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, think: bool = False) -> Prompt:
     """One user turn as the target is given it."""
     template = ChatTemplate(tokenizer, TemplateOptions())
-    return encode_prompt(template, Conversation(({"role": "user", "content": text},), None, truncated=False))
+    return _encode(template, _Ask("prompt", ({"role": "user", "content": text},), ()), think)
 
 
-def encode_prompt(template: ChatTemplate, conversation: Conversation, task: str = "all") -> Prompt:
-    """Render the turns with the answer's header and tokenise."""
-    text = template.prompt(conversation.messages, conversation.tools, think=False)
-    ids = template.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Prompt(tuple(ids), task)
+def _label(source: str) -> str:
+    """Name of a source in reports and metrics."""
+    name = source.partition("=")[0]
+    if name in SETS:
+        return name
+    return source.removeprefix(BUILTIN) if source.startswith(BUILTIN) else _SUFFIX.sub("", Path(source).name)
 
 
-def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
-    for chunk in resolve_source(path).chunks():
+def _modes(ask: _Ask, thinking: Thinking) -> tuple[bool, ...]:
+    if ask.thinking is not None:
+        return (ask.thinking,)
+    return {"off": (False,), "on": (True,), "both": (False, True)}[thinking]
+
+
+def _asks(source: str, label: str, count: int) -> Iterator[_Ask]:
+    name, _, folder = source.partition("=")
+    if name in SETS:
+        for index, (first, *later) in enumerate(load_set(name, folder or None, count)):
+            turn = {"role": "user", "content": first}
+            yield _Ask(f"{name}, prompt {index}", (turn,), (label,), later=tuple(later))
+        return
+    for number, (where, record) in enumerate(_records(source)):
+        if number == count:
+            return
+        yield _ask(record, where, label)
+
+
+def _records(source: str) -> Iterator[tuple[str, Any]]:
+    try:
+        chunks = resolve_source(builtin_prompts(source)).chunks()
+    except DataError as error:
+        raise DataError(f"{error}; the sets known by name are {', '.join(SETS)}") from None
+    for chunk in chunks:
         for offset, record in chunk.records():
             if isinstance(record, UnusableRow):
                 raise DataError(f"{chunk.where(offset)}: {record}")
             yield chunk.where(offset), record
 
 
+def _ask(record: Any, where: str, label: str) -> _Ask:
+    extra = record if isinstance(record, dict) else {}
+    if isinstance(extra.get("prompt"), str) and "messages" not in extra:
+        record = {"messages": [{"role": "user", "content": extra["prompt"]}], "tools": extra.get("tools")}
+    conversation = _conversation(record, where)
+    labels = [label]
+    if extra.get("task"):
+        labels.append(f"{label}/{extra['task']}")
+    if extra.get("language"):
+        labels.append(f"language/{extra['language']}")
+    thinking = extra.get("thinking")
+    return _Ask(
+        where,
+        conversation.messages,
+        tuple(labels),
+        conversation.tools,
+        thinking=thinking if isinstance(thinking, bool) else None,
+    )
+
+
 def _conversation(record: Any, where: str) -> Conversation:
-    if isinstance(record, dict) and isinstance(record.get("prompt"), str) and "messages" not in record:
-        record = {"messages": [{"role": "user", "content": record["prompt"]}]}
     try:
         parsed = parse_record(record)
     except UnusableRow as error:
@@ -73,3 +162,25 @@ def _conversation(record: Any, where: str) -> Conversation:
     if not messages:
         raise DataError(f"{where}: holds no turn for the target to answer")
     return Conversation(messages, parsed.tools, truncated=False)
+
+
+def _encode(template: ChatTemplate, ask: _Ask, think: bool) -> Prompt:
+    """Render the turns with the answer's header and tokenise."""
+    try:
+        text = template.prompt(ask.messages, ask.tools, think=think)
+    except UnusableRow as error:
+        raise DataError(f"{ask.where}: the target's template refuses it: {error}") from None
+    slices = [*ask.labels]
+    if template.switch is not None:
+        slices.append("mode/thinking" if think else "mode/direct")
+    if ask.tools:
+        slices.append("mode/tools")
+    ids = template.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def go_on(answer: Sequence[int]) -> Prompt:
+        said = template.tokenizer.decode(list(answer), skip_special_tokens=True)
+        turns = ({"role": "assistant", "content": said}, {"role": "user", "content": ask.later[0]})
+        following = _Ask(ask.where, (*ask.messages, *turns), ask.labels, ask.tools, ask.later[1:])
+        return _encode(template, following, think)
+
+    return Prompt(tuple(ids), tuple(slices), go_on if ask.later else None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from draftline.badstep import saved_for_replay
+from draftline.card import model_card
 from draftline.checkpoint import Checkpointer, Loaded, Snapshot
+from draftline.checkpoint.layout import checkpoint_name
+from draftline.checkpoint.restore import read_checkpoint
 from draftline.config import DrafterSpec, RunConfig
 from draftline.console import Bar, Screen
 from draftline.drafter.model import Drafter
@@ -33,7 +36,7 @@ from draftline.export import config_json, export_drafter, serving_tensors
 from draftline.folder import CHECKPOINTS, RunFolder
 from draftline.greedy import Limit
 from draftline.metrics import MetricsLog, Progress, eval_metrics, train_metrics
-from draftline.paths import EXPORT, builtin_prompts
+from draftline.paths import EXPORT
 from draftline.pipeline.engine import BadStep, Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, TrainingState, join_shards
@@ -67,6 +70,9 @@ class Trained:
     """Target tokens, padding excluded."""
     before: Evaluation | None
     after: Evaluation | None
+    """Of the exported drafter."""
+    exported_step: int
+    """Steps of the drafter that was exported: the last one, or that of the best evaluation."""
     skipped_checkpoints: int
     """Checkpoints that found no room on the disk (`checkpoint.on_disk_full: continue`)."""
 
@@ -128,6 +134,7 @@ class _Session:
         self._shards: dict[int, list[ShardState]] = {}
         self._state: TrainingState | None = None
         self._loss: float | None = None
+        self._accept_anchor_mean: float | None = None
         self._evaluator = self._build_evaluator()
         self.num_skipped_checkpoints = 0
 
@@ -198,9 +205,9 @@ class _Session:
 
     def _build_evaluator(self) -> Evaluator | None:
         data, settings, target = self._config.data, self._config.evaluation, self._job.target
-        if data.eval_path is None:
+        if not data.eval_path:
             return None
-        prompts = load_prompts(builtin_prompts(data.eval_path), target.tokenizer, settings.num_prompts)
+        prompts = load_prompts(data.eval_path, target.tokenizer, settings.num_prompts, settings.thinking)
         limit = Limit(settings.max_new_tokens, self._prepared.stop_token_ids)
         return Evaluator(target, self._job.spec, prompts, limit)
 
@@ -257,7 +264,7 @@ class _Session:
         if record.rows.start % len(self._job.plan.drafters):
             return  # every drafter reports its tokens; the sums are the same, one of them is enough
         stats = read_stats(record.stats, self._job.spec.block_size)
-        self._loss = stats.loss
+        self._loss, self._accept_anchor_mean = stats.loss, stats.accept_anchor_mean
         self._progress.step = record.step + 1
         self._progress.blocks += stats.num_blocks
         log.write(self._progress, train_metrics(record, stats))
@@ -285,7 +292,8 @@ class _Session:
         for measured in self._evaluator.finished() if self._evaluator else ():
             with self._full_disk_may_pass():
                 self._checkpointer.mark_best(measured.step, measured.evaluation.overall.tau)
-            log.write(self._progress, {"eval/step": measured.step, **eval_metrics(measured.evaluation)})
+            metrics = eval_metrics(measured.evaluation, self._accept_anchor_mean)
+            log.write(self._progress, {"eval/step": measured.step, **metrics})
             self._screen.say(f"step {measured.step}: tau {_tau(measured.evaluation)}")
 
     def _save(self, state: TrainingState) -> None:
@@ -311,16 +319,21 @@ class _Session:
 
     def _finish(self, before: Evaluation | None, seconds: float, log: MetricsLog) -> Trained:
         assert self._state is not None
-        weights = self._state.weights()
+        step, weights = self._state.steps_done, self._state.weights()
         after = self._evaluator.measure(weights) if self._evaluator else None
-        if after is not None:
-            log.write(self._progress, eval_metrics(after))
-            self._screen.say(f"after {self._state.steps_done} steps: tau {_tau(after)}")
-        out = export_drafter(self._job.spec, weights, self._config.output / EXPORT)
+        if after is not None and self._evaluator is not None:
+            log.write(self._progress, eval_metrics(after, self._accept_anchor_mean))
+            self._screen.say(f"after {step} steps: tau {_tau(after)}")
+            best = self._better_checkpoint(after)
+            if best is not None:
+                step, weights = best.step, best.tensors[MODEL_FILE]
+                after = self._evaluator.measure(weights)
+                self._screen.say(f"step {step} was the best, with tau {_tau(after)}: that one is exported")
         return Trained(
             folder=self._config.output,
-            drafter=out,
+            drafter=self._export(weights, after),
             steps=self._state.steps_done,
+            exported_step=step,
             loss=self._loss,
             seconds=seconds,
             tokens_per_s=self._progress.tokens_target / max(seconds, 1e-9),
@@ -328,6 +341,26 @@ class _Session:
             after=after,
             skipped_checkpoints=self.num_skipped_checkpoints,
         )
+
+    def _better_checkpoint(self, after: Evaluation) -> Loaded | None:
+        """The checkpoint that evaluations chose, unless the last step is at least as good."""
+        assert self._state is not None
+        with self._full_disk_may_pass():
+            self._checkpointer.mark_best(self._state.steps_done, after.overall.tau)
+        best = self._checkpointer.best
+        if best is None or best.figure <= after.overall.tau:
+            return None
+        return read_checkpoint(self._config.output / CHECKPOINTS / checkpoint_name(best.step))
+
+    def _export(self, weights: Mapping[str, Tensor], after: Evaluation | None) -> Path:
+        spec, out = self._job.spec, self._config.output / EXPORT
+        target = self._job.target
+        conditions = (
+            f"Measured in {str(target.embedding.dtype).removeprefix('torch.')} on {target.device.type}, answers of "
+            f"at most {self._config.evaluation.max_new_tokens} tokens."
+        )
+        card = model_card(spec, target.name, str(out), evaluation=after, conditions=conditions)
+        return export_drafter(spec, weights, out, card)
 
 
 def _checkpoint_bytes(spec: DrafterSpec) -> int:

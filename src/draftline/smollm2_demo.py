@@ -37,7 +37,7 @@ def with_own_answers(config: RunConfig, folder: Path, screen: Screen) -> RunConf
     if not training.is_file():
         _write(held_out, ({"prompt": prompt} for prompt in held_out_prompts()))
         _write(training, _answers(config, screen))
-    data = config.data.model_copy(update={"path": str(training), "eval_path": str(held_out)})
+    data = config.data.model_copy(update={"path": str(training), "eval_path": (str(held_out),)})
     return config.model_copy(update={"data": data})
 
 
