@@ -20,9 +20,8 @@ from torch import Tensor
 
 from draftline.badstep import saved_for_replay
 from draftline.card import model_card
-from draftline.checkpoint import Checkpointer, Loaded, Snapshot
+from draftline.checkpoint import Checkpointer, Loaded, Snapshot, read_checkpoint
 from draftline.checkpoint.layout import checkpoint_name
-from draftline.checkpoint.restore import read_checkpoint
 from draftline.config import DrafterSpec, RunConfig
 from draftline.console import Bar, Screen
 from draftline.drafter.model import Drafter
