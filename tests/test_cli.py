@@ -68,7 +68,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_a_drafter_checkpoints_metrics_and_a_result(run: Path):
     assert {path.name for path in (run / "drafter").iterdir()} >= {"config.json", "model.safetensors"}
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    found = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert found == ["best.json", "step-000004", "step-000006"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["progress/step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
     assert json.loads((run / "result.json").read_text())["exit_code"] == 0
