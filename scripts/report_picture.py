@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -44,12 +45,13 @@ def conversations() -> list[dict[str, object]]:
         {"prompt": "Stop here.", "response": "I stop <|im_end|> and go on."},
         {"prompt": "Count to 100.", "response": "1, 2, 3, 4,", "finish_reason": "length"},
         {"prompt": "Repeat: " + "the owl " * 100, "response": "the owl"},
+        {"prompt": "Count from 1 to 60.", "response": ", ".join(str(k) for k in range(1, 61)) + "."},
     ]
     return [two_turns, *good, *faults, good[0]]
 
 
-def main() -> None:
-    """Prepare the conversations and save the report as a picture."""
+def draw() -> str:
+    """Prepare the conversations and draw the report, as SVG."""
     console = Console(
         record=True, width=104, force_terminal=True, color_system="truecolor", file=io.StringIO()
     )
@@ -62,8 +64,17 @@ def main() -> None:
     report.examples.clear()
     report.examples.update(examples)
     print_report(report, console)
+    picture = console.export_svg(
+        title="draftline prepare chats.jsonl store --target builtin:tiny --max-length 128"
+    )
+    # A picture in a repository must not fetch fonts from elsewhere.
+    return re.sub(r"@font-face \{.*?\}\n", "", picture, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Save the picture."""
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    console.save_svg(str(PICTURE), title="draftline prepare chats.jsonl store --target builtin:tiny")
+    PICTURE.write_text(draw(), encoding="utf-8")
 
 
 if __name__ == "__main__":

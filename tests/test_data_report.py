@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from scripts.report_picture import PICTURE, draw
 
 from draftline.data.commands import inspect_store
 from draftline.data.fingerprint import hash_tokenizer
@@ -150,3 +152,10 @@ def test_a_store_is_inspected_with_the_tokenizer_that_made_it_on_screen_or_as_a_
     tokenizer.add_tokens(["extra"])
     with pytest.raises(DataError, match="was made for tokenizer"):
         inspect_store(store.path, tokenizer, console)
+
+
+def test_the_picture_in_the_docs_is_the_report_as_it_is_now():
+    def words(picture: str) -> list[str]:
+        return re.findall(r">([^<>]*\w[^<>]*)</text>", picture)
+
+    assert words(draw()) == words(PICTURE.read_text(encoding="utf-8"))

@@ -83,10 +83,10 @@ def render_report(report: PrepareReport, *, colour: bool) -> RenderableType:
     if report.marked:
         parts.append(Text(f"answers are marked {report.marked}"))
     if report.dropped:
-        parts.append(_dropped(report))
+        parts += ["", _dropped(report)]
     if report.notes or report.duplicates:
-        parts.append(_notes(report))
-    parts.append(_histogram(report))
+        parts += ["", _notes(report)]
+    parts += ["", _histogram(report), ""]
     for number, sample in enumerate(report.samples):
         title = f"row {number + 1} of {len(report.samples)} shown; marked = what the target wrote"
         parts.append(Panel(marked_text(sample, colour=colour), title=title, title_align="left"))
