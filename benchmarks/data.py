@@ -1,23 +1,24 @@
 """How fast `draftline prepare` is, how much memory it takes, and how fast a store is read.
 
-    python benchmarks/data.py [rows]
+    python benchmarks/data.py [rows] [--json FILE]
 
 Rows are chats of one to three turns cut from the reference texts that come with Python, about 400 tokens each
-by a byte-level BPE of 8,000 entries trained on the same texts. One process is timed in CPU seconds, all cores in
-wall seconds. Memory is the peak of this process and of its workers, for a source and for one five times as long.
+by a byte-level BPE of 8,000 entries trained on the same texts. Memory is the peak of this process and of its
+workers, for a source and for one five times as long.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
 from pydoc_data import topics
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -64,44 +65,72 @@ def peak_mib(who: int) -> float:
     return resource.getrusage(who).ru_maxrss / 1024
 
 
-def measure(source: Path, store: Path, tokenizer: PreTrainedTokenizerFast, workers: int) -> None:
-    """Prepare once and print what it took."""
-    start, cpu = time.perf_counter(), time.process_time()
+def measure(source: Path, store: Path, tokenizer: PreTrainedTokenizerFast, workers: int) -> dict[str, Any]:
+    """Prepare once, print and return what it took. CPU seconds hold those of the workers."""
+    start, cpu = time.perf_counter(), cpu_seconds()
     report = prepare(source, tokenizer, store, PrepareOptions(workers=workers))
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    seconds, kind = (cpu, "CPU s") if workers == 1 else (wall, "wall s")
-    print(
-        f"{workers:2d} process(es)  {report.rows:8,} rows  {report.tokens:11,} tokens  {seconds:7.1f} {kind}  "
-        f"{report.tokens / seconds:10,.0f} tokens/s  {source.stat().st_size / seconds / 2**20:5.1f} MiB/s  "
-        f"peak {peak_mib(resource.RUSAGE_SELF):.0f} MiB, worker {peak_mib(resource.RUSAGE_CHILDREN):.0f} MiB"
-    )
+    wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    took = {
+        "processes": workers,
+        "rows": report.rows,
+        "tokens": report.tokens,
+        "mib": round(source.stat().st_size / 2**20, 1),
+        "wall_s": round(wall, 2),
+        "cpu_s": round(cpu, 2),
+        "tokens_per_wall_s": round(report.tokens / wall),
+        "tokens_per_cpu_s": round(report.tokens / cpu),
+        "peak_mib": round(peak_mib(resource.RUSAGE_SELF)),
+        "peak_worker_mib": round(peak_mib(resource.RUSAGE_CHILDREN)),
+    }
+    print(took)
+    return took
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def main() -> None:
     """Time one process, all cores, an unchanged second run, opening and reading."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rows", type=int, nargs="?", default=10_000)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    count = asked.rows
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
+    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for rows in (count, 5 * count):
             write_rows(folder / f"{rows}.jsonl", rows)
-        measure(folder / f"{count}.jsonl", folder / "one", tokenizer, 1)
-        measure(folder / f"{5 * count}.jsonl", folder / "one-long", tokenizer, 1)
-        cores = len(os.sched_getaffinity(0))
-        measure(folder / f"{5 * count}.jsonl", folder / "all", tokenizer, cores)
+        runs = [
+            measure(folder / f"{count}.jsonl", folder / "one", tokenizer, 1),
+            measure(folder / f"{5 * count}.jsonl", folder / "one-long", tokenizer, 1),
+            measure(folder / f"{5 * count}.jsonl", folder / "all", tokenizer, cores),
+        ]
         start = time.perf_counter()
         prepare(folder / f"{5 * count}.jsonl", tokenizer, folder / "all")
-        print(f"unchanged second run {time.perf_counter() - start:.2f} s")
+        unchanged = time.perf_counter() - start
         start = time.perf_counter()
         store = open_store(folder / "all")
-        opened = time.perf_counter()
+        opening = time.perf_counter() - start
+        start = cpu_seconds()
         tokens = sum(len(store.document(number)) for number in range(len(store)))
-        took = time.perf_counter() - opened
-        print(
-            f"store opened and verified in {opened - start:.2f} s; {len(store) / took:,.0f} documents/s, "
-            f"{tokens / took:,.0f} tokens/s read"
-        )
+        reading = max(cpu_seconds() - start, 0.01)
+        result = {
+            "command": f"python benchmarks/data.py {count}",
+            "cores": cores,
+            "prepare": runs,
+            "unchanged_second_run_s": round(unchanged, 2),
+            "open_and_verify_s": round(opening, 2),
+            "read_tokens_per_cpu_s": round(tokens / reading),
+        }
+    print({name: value for name, value in result.items() if name != "prepare"})
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,18 @@ def test_the_supervised_text_is_the_answer_and_its_end_of_turn(tmp_path):
     ]
 
 
+def test_token_ids_need_no_chat_template(tmp_path):
+    tokenizer = make_tokenizer("")
+    source = tmp_path / "ids.jsonl"
+    source.write_text('{"prompt_ids": [1, 2], "completion_ids": [3, 4]}\n')
+    report = prepare(source, tokenizer, tmp_path / "store")
+    assert report.supervised == 2
+    assert report.marked == "by the masks that came with their token ids"
+    source.write_text('{"prompt": "a", "response": "b"}\n')
+    with pytest.raises(DataError, match="no chat template"):
+        prepare(source, tokenizer, tmp_path / "other")
+
+
 def test_documents_come_in_the_order_of_the_source_with_their_lengths(tmp_path):
     rows = [{"prompt": "n " * n, "response": f"answer {n}"} for n in range(1, 40)]
     tokenizer = make_tokenizer()

@@ -188,6 +188,16 @@ def test_sampling_thinking_tools_and_extra_fields_reach_the_server(tmp_path):
     assert body["tools"] == [tool]
 
 
+def test_rows_that_were_offered_other_tools_are_not_continued(tmp_path):
+    source = prompts(tmp_path / "p.jsonl", 1)
+    (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "weather"}}]')
+    with serving(Chat(echo)) as url:
+        run(url, source, tmp_path / "out.jsonl", options=RegenerateOptions(tools=tmp_path / "tools.json"))
+        with pytest.raises(ConfigError, match="tools="):
+            run(url, source, tmp_path / "out.jsonl")
+    assert rows(tmp_path / "out.jsonl")[0]["tools"][0]["function"]["name"] == "weather"
+
+
 def test_reasoning_and_tool_calls_of_the_answer_are_kept(tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     reply = completion("", finish_reason="tool_calls")

@@ -216,7 +216,7 @@ def test_a_template_error_is_a_reason_to_drop_the_row_not_to_stop():
 
 def test_a_tokenizer_without_template_and_a_template_that_is_not_jinja_are_explained():
     with pytest.raises(DataError, match="no chat template"):
-        template("")
+        answers(template(""), ASK, ANSWER)
     with pytest.raises(DataError, match="not valid Jinja, line 1"):
         template("{% if %}")
 

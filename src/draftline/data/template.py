@@ -67,6 +67,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.options = options
         self._source = _template_source(tokenizer, options)
+        """Empty where there is none: token ids need none."""
         variables = _undeclared_variables(self._source)
         self.switch = next((name for name in _SWITCHES if name in variables), None)
         """The variable that turns thinking on and off, or None."""
@@ -78,11 +79,11 @@ class ChatTemplate:
         """Tokens after which the target stops."""
         self.content_in_parts = False
         """Whether the template reads content as a list of parts only, as some image models' templates do."""
-        self.content_in_parts = self._wants_parts()
+        self.content_in_parts = bool(self._source) and self._wants_parts()
 
     @property
     def source(self) -> str:
-        """The Jinja text in use."""
+        """The Jinja text in use; empty where the tokenizer has none, which only token ids can do without."""
         return self._source
 
     def prompt(self, messages: Objects, tools: Objects | None, *, think: bool | None) -> str:
@@ -104,6 +105,11 @@ class ChatTemplate:
     def _render(
         self, messages: Objects, tools: Objects | None, *, think: bool | None, generation_prompt: bool
     ) -> tuple[str, list[Span]]:
+        if not self._source:
+            raise DataError(
+                f"the tokenizer at {self.tokenizer.name_or_path!r} has no chat template; give one (--template "
+                "FILE), or prepare rows of input_ids + loss_mask, which need none"
+            )
         variables = {**self.tokenizer.special_tokens_map, **self.options.variables}
         if self.switch is not None and think is not None and self.switch not in self.options.variables:
             variables[self.switch] = think
@@ -162,12 +168,7 @@ def _template_source(tokenizer: PreTrainedTokenizerBase, options: TemplateOption
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    if not template:
-        raise DataError(
-            f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; give one (--template FILE), or "
-            "prepare rows of input_ids + loss_mask, which need none"
-        )
-    return template
+    return template or ""
 
 
 def read_template(path: Path) -> str:

@@ -27,6 +27,8 @@ def how_marked(template: ChatTemplate) -> str:
     Raises:
         DataError: trl's training template for this model marks another text.
     """
+    if not template.source:
+        return "by the masks that came with their token ids"
     if template.has_tags:
         return "by the template's {% generation %} tags, edges checked " + _BY_PROMPT
     if template.options.template is not None:
