@@ -130,6 +130,7 @@ class _Session:
             write_timeout_s=config.deadlines.write_timeout_s,
         )
         self._progress = Progress(started=time.monotonic())
+        self._records: dict[int, list[StepRecord]] = {}
         self._shards: dict[int, list[ShardState]] = {}
         self._state: TrainingState | None = None
         self._loss: float | None = None
@@ -259,9 +260,12 @@ class _Session:
                 self._report_evaluations(log)
 
     def _note_step(self, record: StepRecord, log: MetricsLog, bar: Bar, starvation: Starvation) -> None:
-        self._progress.tokens_target += record.num_tokens
-        if record.rows.start % len(self._job.plan.drafters):
-            return  # every drafter reports its tokens; the sums are the same, one of them is enough
+        records = self._records.setdefault(record.step, [])
+        records.append(record)
+        if len(records) < len(self._job.plan.drafters):
+            return  # each drafter counts its own tokens; all else is the same in every report
+        del self._records[record.step]
+        self._progress.tokens_target += sum(one.num_tokens for one in records)
         stats = read_stats(record.stats, self._job.spec.block_size)
         self._loss, self._accept_anchor_mean = stats.loss, stats.accept_anchor_mean
         self._progress.step = record.step + 1
