@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftline import faults
 from draftline.badstep import saved_for_replay
 from draftline.card import model_card
 from draftline.checkpoint import Checkpointer, Loaded, Snapshot, read_checkpoint
@@ -88,6 +89,7 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
         try:
             with ended_by_sigterm():
                 prepared = prepare_job(config, screen)
+                faults.point("main", "prepared", 0)
             with StopOnSignal() as stop:
                 session = _Session(config, prepared, screen, stop)
                 trained = session.run()

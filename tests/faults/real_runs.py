@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,25 +96,18 @@ class Trainers:
     def __init__(self, server: subprocess.Popen[str]) -> None:
         self._server = server
 
-    def start(self, flags: Sequence[str], log: Path, *armed: Fault) -> int:
-        """Process number of a trainer whose screen goes to `log`."""
-        request = {"flags": list(flags), "log": str(log), "faults": [fault.model_dump() for fault in armed]}
+    def run(self, flags: Sequence[str], log: Path, *armed: Fault, kill_after_s: float | None = None) -> int:
+        """Exit code of a trainer, negative for a signal; its screen goes to `log`."""
+        request = {
+            "flags": list(flags),
+            "log": str(log),
+            "faults": [fault.model_dump() for fault in armed],
+            "kill_after_s": kill_after_s,
+        }
         assert self._server.stdin is not None
+        assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
-        return self._line()
-
-    def status(self) -> int:
-        """Exit code of the trainer, negative for a signal, once it has ended."""
-        return self._line()
-
-    def run(self, flags: Sequence[str], log: Path, *armed: Fault) -> int:
-        """Start a trainer and wait for its exit code."""
-        self.start(flags, log, *armed)
-        return self.status()
-
-    def _line(self) -> int:
-        assert self._server.stdout is not None
         return int(self._server.stdout.readline())
 
 
@@ -129,11 +124,21 @@ def trainers() -> Iterator[Trainers]:
 
 def _serve() -> None:
     for line in sys.stdin:
+        request = json.loads(line)
         child = os.fork()  # nothing has computed here yet, so there are no threads to lose
         if child == 0:
-            os._exit(_train_as_asked(json.loads(line)))
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            os._exit(_train_as_asked(request))
+        print(_outcome(child, request["kill_after_s"]), flush=True)
+
+
+def _outcome(child: int, kill_after_s: float | None) -> int:
+    """The child's exit code; it is killed here, where its number cannot have become another's."""
+    deadline = time.monotonic() + (kill_after_s or float("inf"))
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 def _train_as_asked(request: dict[str, Any]) -> int:

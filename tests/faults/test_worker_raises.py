@@ -76,8 +76,11 @@ def assert_result(output: Path, worker: str, **expected: object) -> None:
     assert {key: result[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("at", [EVERY, SAVED, STEPS], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("where", ["file", "rename"])
+@pytest.mark.parametrize(
+    ("where", "at"),
+    [("file", EVERY), ("rename", SAVED), ("file", STEPS)],
+    ids=["first", "middle", "last"],
+)
 def test_the_checkpoint_writer(tmp_path: Path, store: Path, where: str, at: int) -> None:
     fault = raises("checkpoint", where, at)
     with ends_soon(fault):
