@@ -4,7 +4,8 @@
 
 Rows are short, ready token ids, so that the number of rows and not the tokenizer is what is tried; they go
 through the same reading, parsing, hashing, counting and writing as any other, with all cores. Memory is that of
-this process, resident, sampled once for each tenth of the rows; files that are mapped and not read do not count.
+this process that is its own, sampled once for each tenth of the rows; `peak_mib` also counts the pages of the store
+that are mapped to check and read it.
 """
 
 from __future__ import annotations

@@ -103,18 +103,33 @@ def test_a_second_run_reads_nothing_again_and_changes_no_byte(tmp_path):
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()} == before
 
 
-@pytest.mark.parametrize("change", ["source", "options", "template"])
+@pytest.mark.parametrize("change", ["source", "options", "template", "file of a template", "tools"])
 def test_any_change_of_what_it_is_made_from_makes_the_store_again(tmp_path, change):
     source = write_jsonl(tmp_path / "a.jsonl", [APPLES, FOX])
-    prepare(source, make_tokenizer(), tmp_path / "store")
+    file, tools = tmp_path / "chat.jinja", tmp_path / "tools.json"
+    file.write_text(CHATML)
+    tools.write_text('[{"name": "weather"}]')
+    options = PrepareOptions(template=file, tools=tools) if "tools" in change or "file" in change else None
+    prepare(source, make_tokenizer(), tmp_path / "store", options)
     key = open_store(tmp_path / "store").manifest["key"]
-    options = PrepareOptions(max_length=20) if change == "options" else PrepareOptions()
+    if change == "options":
+        options = PrepareOptions(max_length=20)
+    if change == "tools":
+        tools.write_text('[{"name": "news"}]')
+    if change == "file of a template":
+        file.write_text("{# second version #}" + CHATML)
     template = "{# second version #}" + CHATML if change == "template" else CHATML
     if change == "source":
         write_jsonl(source, [FOX, APPLES])
     prepare(source, make_tokenizer(template), tmp_path / "store", options)
     assert open_store(tmp_path / "store").manifest["key"] != key
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".store.lock", "a.jsonl", "store"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        ".store.lock",
+        "a.jsonl",
+        "chat.jinja",
+        "store",
+        "tools.json",
+    ]
 
 
 def test_a_store_of_another_tokenizer_is_refused_with_both_hashes(tmp_path):

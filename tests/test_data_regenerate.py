@@ -20,7 +20,7 @@ from draftline.data.prepare import prepare
 from draftline.data.reasons import Note, Reason
 from draftline.data.regenerate import RegenerateOptions, RegenerateReport, regenerate
 from draftline.data.sampling import Sampling
-from draftline.data.server import Server, ServerOptions, ServerWriter
+from draftline.data.server import Server, ServerOptions, ServerWriter, in_flight
 from draftline.errors import ConfigError, DataError, FolderInUseError, ServerError
 from tests.data_server import Chat, Reply, completion, serving
 from tests.data_tokenizer import make_tokenizer
@@ -87,6 +87,14 @@ def test_a_passing_failure_is_tried_again_and_the_row_is_written_once(tmp_path, 
     assert (report.written, report.failed) == (6, 0)
     assert set(chat.seen.values()) == {3}
     assert len({row["id"] for row in rows(tmp_path / "out.jsonl")}) == 6
+
+
+def test_a_source_is_read_only_as_far_as_there_is_room():
+    read: list[int] = []
+    numbers = (read.append(number) or number for number in range(100))
+    for done, _ in enumerate(in_flight(numbers, lambda number, _: number, 3), start=1):
+        assert len(read) <= done + 3
+    assert len(read) == 100
 
 
 def test_a_lasting_failure_costs_its_row_only_and_is_not_tried_again(tmp_path):
