@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftline.decode import Decoded, Event, Prefilled, collect
 
-ACCEPTED, REJECTED, OWN = "black on green3", "red strike", "bold cyan"
+ACCEPTED, REJECTED, OWN = "white on dark_green", "red strike", "bold cyan"
 LEGEND = Text.assemble(
     ("accepted drafts", ACCEPTED), "  ", ("rejected drafts", REJECTED), "  ", ("target's own", OWN)
 )

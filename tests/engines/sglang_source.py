@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 REAL = ("sglang.srt.models.dflash", "sglang.srt.speculative.dflash_utils")
 
@@ -221,9 +223,18 @@ def load_sglang(source: Path) -> tuple[ModuleType, str]:
         module = importlib.import_module(REAL[0])
     finally:
         sys.meta_path.remove(finder)
-    version: dict[str, Any] = {}
-    exec((source / "sglang" / "version.py").read_text(), version)
-    return module, str(version.get("__version__", "unknown"))
+    wheel = next(source.glob("sglang-*.dist-info"), None)
+    return module, wheel.name.removeprefix("sglang-").removesuffix(".dist-info") if wheel else "unknown"
+
+
+@torch.no_grad()
+def load_poisoned(module: ModuleType, folder: Path) -> nn.Module:
+    """SGLang's model with a folder's configuration and weights; NaN wherever the folder gave it nothing."""
+    model = module.DFlashDraftModel(AutoConfig.from_pretrained(folder))
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    model.load_weights(load_file(folder / "model.safetensors").items())
+    return model
 
 
 @torch.no_grad()

