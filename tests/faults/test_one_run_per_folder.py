@@ -16,6 +16,7 @@ import pytest
 
 from draftline.errors import ConfigError, FolderInUseError
 from draftline.folder import OWNER, RunFolder, read_owner
+from tests.faults.real_runs import settings, train_here
 
 HOLD = """
 import sys, time
@@ -146,3 +147,11 @@ def test_no_thread_and_no_descriptor_is_left_after_the_run(tmp_path: Path) -> No
 
 def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_second_training_run_is_refused_and_leaves_the_first_ones_result_alone(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("of the first run")
+    with RunFolder(tmp_path, "first"), pytest.raises(FolderInUseError, match=f"process {os.getpid()} on"):
+        train_here(settings(tmp_path))
+    assert (tmp_path / "result.json").read_text() == "of the first run"
+    assert not (tmp_path / "checkpoints").exists()
