@@ -8,6 +8,7 @@ import torch
 
 from draftline.config import DeadlineConfig, OptimConfig
 from draftline.drafter.worker import StepRecord
+from draftline.faults import Fault, armed
 from draftline.pipeline.engine import Engine
 from draftline.pipeline.state import ShardState
 from tests.pipeline_fixtures import colocated, make_job, run_job
@@ -85,3 +86,18 @@ def test_a_slow_disk_is_no_stall_of_the_workers_that_wait_for_it():
         if isinstance(event, ShardState):
             disk.take()
     assert disk.num_states == 4
+
+
+def test_drafters_wait_until_the_reader_has_taken_the_state_before():
+    job = make_job(1, 2, steps=8, rows_per_step=2, boundaries=frozenset({2}))
+    marker = Fault(worker="drafter-0", where="step", at=4, kind="sleep", seconds=1)
+    num_shards = 0
+    with armed(marker) as plan:
+        for event in Engine(job).events():
+            if isinstance(event, ShardState):
+                num_shards += 1
+                if num_shards == 2:
+                    time.sleep(1)  # the reader is busy with the state of step 2
+                    assert plan.fired == [], "step 4 has begun before the state of step 2 was dealt with"
+    assert num_shards == 8
+    assert plan.fired == [marker]

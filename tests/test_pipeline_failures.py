@@ -125,6 +125,51 @@ def test_a_target_that_hangs_is_a_stall_that_names_the_row_and_who_does_not_stop
     assert set(threading.enumerate()) == before
 
 
+def test_a_worker_that_hangs_while_it_starts_is_named_and_not_those_who_wait_for_their_turn():
+    deadlines = DeadlineConfig(stall_timeout_s=20, startup_timeout_s=1)
+    hang = Fault(worker="target-1", where="start", at=0, kind="sleep", seconds=3)
+    before = set(threading.enumerate())
+    with armed(hang), pytest.raises(StallError) as error:
+        list(Engine(make_job(2, 2, deadlines=deadlines)).events())
+    assert "target-1 in 'starting'" in str(error.value).partition("Starving")[0]
+    assert blame_of(error.value) == Blame("target-1", 0)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+
+
+def read_slowly(job: Job, seconds: float) -> None:
+    for event in Engine(job).events():
+        if isinstance(event, StepRecord):
+            time.sleep(seconds)
+
+
+def test_workers_find_a_stall_themselves_when_nobody_reads_their_events():
+    deadlines = DeadlineConfig(stall_timeout_s=0.5, startup_timeout_s=60)
+    hang = Fault(worker="target-0", where="row", at=5, kind="sleep", seconds=4)
+    job = make_job(1, 1, steps=4, rows_per_step=2, deadlines=deadlines)
+    with armed(hang), pytest.raises(StallError, match="drafter-0 waited 1 s for row 5 from its target"):
+        read_slowly(job, 3)
+
+
+def test_a_failure_reaches_those_who_wait_for_the_disk():
+    job = make_job(1, 2, steps=8, rows_per_step=2, boundaries=frozenset({1}))
+    taken = list[ShardState]()
+
+    def follow() -> None:
+        for event in Engine(job, is_safe=lambda: len(taken) < 2).events():
+            if isinstance(event, ShardState):
+                taken.append(event)
+                begun[0] = time.monotonic()
+
+    begun = [0.0]
+    before = set(threading.enumerate())
+    # by row 6 all drafters wait at the second boundary; the target still works ahead
+    with armed(Fault(worker="target-0", where="row", at=6, kind="raise")), pytest.raises(InjectedFaultError):
+        follow()
+    assert time.monotonic() - begun[0] < WITHIN_S
+    assert set(threading.enumerate()) == before
+
+
 def test_a_nan_in_the_taps_of_one_row_ends_the_run_with_its_step_and_rows():
     with armed(Fault(worker="target-1", where="row", at=5, kind="nan")):
         ending = ending_of(make_job(2, 2, steps=4, rows_per_step=4))

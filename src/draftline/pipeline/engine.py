@@ -211,11 +211,12 @@ class Engine:
         self._events.put(Ready(name, notes))
         with self._go:
             seconds = self.job.deadlines.startup_timeout_s
-            self.abort.wait(self._go, lambda: self._released, seconds, "the other workers to start", seconds)
+            self.abort.wait(
+                self._go, lambda: self._released, 2 * seconds, "the other workers to start", 2 * seconds
+            )
 
     def _run_target(self, index: int, place: Place) -> None:
         name, job = threading.current_thread().name, self.job
-        faults.point(name, "start", 0)
         with place.entered():
             with self._building(name):
                 built = build_target(job, self._replicas, place, name)
@@ -228,7 +229,6 @@ class Engine:
 
     def _run_drafter(self, index: int, place: Place) -> None:
         name, job = threading.current_thread().name, self.job
-        faults.point(name, "start", 0)
         with place.entered():
             with self._building(name):
                 target = (
@@ -276,6 +276,8 @@ class Engine:
     def _building(self, name: str) -> Iterator[None]:
         row, seconds = self.job.schedule.first_row, self.job.deadlines.startup_timeout_s
         self.watchdog.beat(name, "waiting for its turn to start", row, waiting=True)
-        with gate.compiling(name, deadline_s=seconds, check=self.abort.check):
+        # the gate, too, gives up later than the watchdog, which knows who is inside
+        with gate.compiling(name, deadline_s=2 * seconds, check=self.abort.check):
             self.watchdog.beat(name, "starting", row)
+            faults.point(name, "start", 0)
             yield

@@ -49,7 +49,6 @@ class TargetWorker:
         """
         name = threading.current_thread().name
         while (row := feed.next()) is not None:
-            self._abort.check()
             self._abort.watchdog.beat(name, "forward", row.index)
             self._forward.load(row)
             taps = self._step.replay()
