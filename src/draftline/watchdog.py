@@ -91,7 +91,7 @@ class Watchdog:
         late = [beat for beat in self._snapshot() if now - beat.since > (beat.patience_s or timeout_s)]
         return sorted(late, key=lambda beat: beat.since)
 
-    def require_progress(self, timeout_s: float, depths: str = "") -> None:
+    def require_progress(self, timeout_s: float, depths: Callable[[], str] = str) -> None:
         """Raise when a worker has stalled in an act of its own, or when all of them wait for each other.
 
         A worker that waits behind one that is slow but moves is no stall.
@@ -108,7 +108,7 @@ class Watchdog:
             return
         if not stalled:
             return
-        error = StallError(f"no progress for {timeout_s:g} s: {self.describe(stalled)}", self.dump(depths))
+        error = StallError(f"no progress for {timeout_s:g} s: {self.describe(stalled)}", self.dump(depths()))
         blame(error, (causes or stalled)[0].worker, (causes or stalled)[0].row)
         raise error
 

@@ -35,6 +35,21 @@ WATCHDOG = "faults/test_watchdog.py"
 RESULT = "faults/test_result_file.py"
 POINTS = "faults/test_fault_points.py"
 
+ENGINE = "test_pipeline_engine.py"
+FAILURES = "test_pipeline_failures.py"
+CHANNEL = "test_channel.py"
+REDUCE = "test_reduce.py"
+SUPERVISE = "test_supervise.py"
+FEED = "test_feed.py"
+EVALUATOR = "test_evaluator.py"
+NOT_FINITE = "faults/test_not_finite.py"
+PROCESS = "faults/test_trainer_process.py"
+RAISES = "faults/test_worker_raises.py"
+FULL_RUN = "faults/test_disk_full_in_a_run.py"
+STOP_RUN = "faults/test_stop_in_a_run.py"
+KILL_RUN = "faults/test_kill_real_runs.py"
+METRICS = "test_metrics_log.py"
+
 WRITE = "checkpoint/write.py"
 RESTORE = "checkpoint/restore.py"
 MANIFEST = "checkpoint/manifest.py"
@@ -293,4 +308,298 @@ DEADLINES = [
     ),
 ]
 
-MUTATIONS = [*SYNCS, *CHECKS, *ABORTS, *DEADLINES]
+ABORT = "pipeline/supervise.py"
+THREADS = "pipeline/engine.py"
+
+PIPELINE = [
+    Mutation(
+        "abort ends a wait",
+        ABORT,
+        "        while not ready():\n            self.check()\n",
+        "        while not ready():\n",
+        f"{CHANNEL} {REDUCE} {SUPERVISE}",
+    ),
+    Mutation(
+        "abort stops who need not wait",
+        ABORT,
+        "                self._wait(condition, ready, seconds, what)\n        self.check()\n",
+        "                self._wait(condition, ready, seconds, what)\n",
+        f"{CHANNEL} {SUPERVISE}",
+    ),
+    Mutation(
+        "abort wakes waiters",
+        ABORT,
+        "                condition.notify_all()\n",
+        "                pass\n",
+        SUPERVISE,
+    ),
+    Mutation(
+        "abort knows its waiters",
+        ABORT,
+        "            self._conditions.append(condition)\n",
+        "            pass\n",
+        SUPERVISE,
+    ),
+    Mutation(
+        "a failure aborts the others",
+        ABORT,
+        "            self.failures.append(Failure(worker, error))\n        self.abort.raise_now()\n",
+        "            self.failures.append(Failure(worker, error))\n",
+        SUPERVISE,
+    ),
+    Mutation(
+        "a worker's error is recorded",
+        ABORT,
+        "            self.fail(name, error)\n",
+        "            pass\n",
+        FAILURES,
+    ),
+    Mutation(
+        "deadline of every wait",
+        ABORT,
+        "            if left <= 0:\n",
+        "            if False:\n",
+        f"{SUPERVISE} {CHANNEL}",
+    ),
+    Mutation(
+        "waits tell the watchdog",
+        ABORT,
+        "with self.watchdog.waiting(threading.current_thread().name, what, patience_s):",
+        "if True:",
+        FAILURES,
+    ),
+    Mutation(
+        "abort reaches the channel",
+        "pipeline/channel.py",
+        "self._condition = abort.condition()",
+        "self._condition = Abort().condition()",
+        CHANNEL,
+    ),
+    Mutation(
+        "abort reaches the reducer's meetings",
+        "pipeline/reduce.py",
+        "self._condition = abort.condition()",
+        "self._condition = Abort().condition()",
+        REDUCE,
+    ),
+    Mutation(
+        "abort reaches the loader",
+        "data/feed.py",
+        "self._condition = abort.condition()",
+        "self._condition = Abort().condition()",
+        FEED,
+    ),
+    Mutation(
+        "abort reaches those who are built",
+        THREADS,
+        "self._go = self.abort.condition()",
+        "self._go = Abort().condition()",
+        FAILURES,
+    ),
+    Mutation(
+        "abort reaches those who wait for the disk",
+        THREADS,
+        "self._boundary = self.abort.condition()",
+        "self._boundary = Abort().condition()",
+        FAILURES,
+    ),
+    Mutation(
+        "abort at the end of every run",
+        THREADS,
+        "            self.abort.raise_now()\n            self._supervisor.join(LEAVE_S)\n",
+        "            self._supervisor.join(LEAVE_S)\n",
+        FAILURES,
+    ),
+    Mutation(
+        "deadline of the channel",
+        "pipeline/channel.py",
+        "                lambda: index in self._published,\n                self._seconds,\n",
+        "                lambda: index in self._published,\n                1e6,\n",
+        CHANNEL,
+    ),
+    Mutation(
+        "deadline of a slot",
+        "pipeline/channel.py",
+        "                lambda: order < self._num_released + len(self._slots),\n                self._seconds,\n",
+        "                lambda: order < self._num_released + len(self._slots),\n                1e6,\n",
+        CHANNEL,
+    ),
+    Mutation(
+        "deadline of a meeting",
+        "pipeline/reduce.py",
+        "lambda: self._round > here, self._seconds,",
+        "lambda: self._round > here, 1e6,",
+        REDUCE,
+    ),
+    Mutation(
+        "deadline of the loader's rows",
+        "data/feed.py",
+        "lambda: index in self._built, seconds,",
+        "lambda: index in self._built, 1e6,",
+        FEED,
+    ),
+    Mutation(
+        "deadlines that need no reader",
+        THREADS,
+        "self._wait_s = 2 * job.deadlines.stall_timeout_s",
+        "self._wait_s = 1e6",
+        FAILURES,
+    ),
+    Mutation(
+        "stall while workers start",
+        THREADS,
+        "            self._require_progress(self.job.deadlines.startup_timeout_s)\n",
+        "",
+        FAILURES,
+    ),
+    Mutation(
+        "stall while workers run",
+        THREADS,
+        "            self._require_progress(self.job.deadlines.stall_timeout_s)\n",
+        "",
+        FAILURES,
+    ),
+    Mutation(
+        "slots are granted in row order",
+        "pipeline/channel.py",
+        "order < self._num_released + len(self._slots)",
+        "True",
+        CHANNEL,
+    ),
+    Mutation(
+        "drafters wait for a safe state",
+        THREADS,
+        "lambda: self._is_safe() and not any(",
+        "lambda: not any(",
+        ENGINE,
+    ),
+    Mutation(
+        "drafters wait for the reader",
+        THREADS,
+        "self._is_safe() and not any(n for s, n in self._on_the_way.items() if s < steps_done)",
+        "self._is_safe()",
+        ENGINE,
+    ),
+    Mutation(
+        "meeting before the sums",
+        "pipeline/reduce.py",
+        '        self._meeting.meet(own.device, "the end of the rows")\n',
+        "",
+        REDUCE,
+    ),
+    Mutation(
+        "meeting before the norm",
+        "pipeline/reduce.py",
+        '        self._meeting.meet(own.device, "the gradient norm")\n',
+        "",
+        REDUCE,
+    ),
+    Mutation(
+        "meeting before the copies",
+        "pipeline/reduce.py",
+        '        self._meeting.meet(own.device, "the update")\n',
+        "",
+        REDUCE,
+    ),
+]
+
+RUN = [
+    Mutation(
+        "finite check",
+        "drafter/worker.py",
+        "        if figures.isfinite().all():\n",
+        "        if True:\n",
+        FAILURES,
+    ),
+    Mutation(
+        "update withheld",
+        "optim.py",
+        "torch.maximum(self.found_inf, 1.0 - torch.isfinite(norm).float())",
+        "torch.zeros_like(self.found_inf)",
+        "test_optim.py",
+    ),
+    Mutation(
+        "nothing learned after a bad step",
+        "optim.py",
+        "torch.maximum(self.found_inf, 1.0 - torch.isfinite(norm).float())",
+        "1.0 - torch.isfinite(norm).float()",
+        "test_optim.py",
+    ),
+    Mutation(
+        "rows of a bad step are marked",
+        "drafter/worker.py",
+        "            self._member.mark(index - first)\n",
+        "",
+        FAILURES,
+    ),
+    Mutation(
+        "a bad step is saved", "drafter/worker.py", "        self._on_bad_step(record.step)\n", "", NOT_FINITE
+    ),
+    Mutation(
+        "deadline of a write, unasked",
+        SAVER,
+        "        if self.writing and time.monotonic() > self._deadline:\n",
+        "        if False:\n",
+        BACKGROUND,
+    ),
+    Mutation("room before a run", SAVER, "        if free < missing:\n", "        if False:\n", BACKGROUND),
+    Mutation(
+        "only a full disk is forgiven",
+        SAVER,
+        "        if isinstance(self._failure, DiskFullError):\n            self._failure = None",
+        "        if True:\n            self._failure = None",
+        BACKGROUND,
+    ),
+    Mutation(
+        "a full disk ends the run",
+        "run.py",
+        '            if self._config.checkpoint.on_disk_full == "stop":\n',
+        "            if False:\n",
+        FULL_RUN,
+    ),
+    Mutation(
+        "SIGTERM before training",
+        "run.py",
+        "            with ended_by_sigterm():\n",
+        "            if True:\n",
+        STOP_RUN,
+    ),
+    Mutation(
+        "deadline of an evaluation",
+        "evaluator.py",
+        "        self._thread.join(seconds)\n        if self._thread.is_alive():\n",
+        "        self._thread.join()\n        if self._thread.is_alive():\n",
+        EVALUATOR,
+    ),
+    Mutation("evaluation leaves a failed run", "evaluator.py", "        self._leave.set()\n", "", EVALUATOR),
+    Mutation(
+        "error of an evaluation",
+        "evaluator.py",
+        "            self._results.put(error)\n",
+        "            pass\n",
+        EVALUATOR,
+    ),
+    Mutation(
+        "steps after the checkpoint are written anew",
+        "metrics.py",
+        ' and line["progress/step"] <= step]',
+        "]",
+        METRICS,
+    ),
+    Mutation(
+        "a line that was cut off",
+        "metrics.py",
+        "    except json.JSONDecodeError:\n        return None\n",
+        "    except json.JSONDecodeError:\n        raise\n",
+        METRICS,
+    ),
+    Mutation(
+        "train runs under a monitor",
+        "cli.py",
+        "    if not start_heartbeat(os.environ):\n",
+        "    if False:\n",
+        PROCESS,
+    ),
+]
+
+MUTATIONS = [*SYNCS, *CHECKS, *ABORTS, *DEADLINES, *PIPELINE, *RUN]

@@ -167,7 +167,7 @@ class Engine:
 
     def _require_progress(self, seconds: float) -> None:
         try:
-            self.watchdog.require_progress(seconds, self._depths())
+            self.watchdog.require_progress(seconds, self._depths)
         except StallError as error:
             culprit = blame_of(error)
             self._supervisor.fail(culprit.worker if culprit else "a worker", error)
