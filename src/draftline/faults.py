@@ -43,12 +43,13 @@ class Fault(Frozen):
     """Name of the point inside that worker, such as `step`."""
     at: int = Field(ge=0)
     """Step or row at which it fires."""
-    kind: Literal["raise", "nan", "sleep", "hang", "oom", "kill", "terminate", "enospc"]
-    """raise: an unexpected error; nan: fills the tensor given to the point; sleep: waits; hang: waits in C
-    for ever and holds the interpreter lock; oom: device out of memory; kill: SIGKILL to this process;
+    kind: Literal["raise", "nan", "sleep", "spin", "poison", "hang", "oom", "kill", "terminate", "enospc"]
+    """raise: an unexpected error; nan: fills the tensor given to the point; sleep: waits; spin: keeps the tensor's
+    device busy; poison: fails an assertion on the tensor's device, after which CUDA refuses everything; hang:
+    waits in C for ever and holds the interpreter lock; oom: device out of memory; kill: SIGKILL to this process;
     terminate: SIGTERM to it; enospc: a full disk."""
     seconds: int = Field(default=3600, ge=1)
-    """Seconds of `sleep`."""
+    """Seconds of `sleep` and `spin`."""
 
 
 class FaultPlan:
@@ -100,6 +101,12 @@ def _happen(fault: Fault, tensor: Tensor | None) -> None:
             tensor.fill_(float("nan"))
         case "sleep":
             time.sleep(fault.seconds)
+        case "spin":
+            assert tensor is not None, f"{name}: this point has no tensor on a device"
+            _spin(tensor, fault.seconds)
+        case "poison":
+            assert tensor is not None, f"{name}: this point has no tensor on a device"
+            torch._assert_async(torch.zeros((), device=tensor.device), name)
         case "hang":
             _hold_the_interpreter_lock()
         case "oom":
@@ -110,6 +117,14 @@ def _happen(fault: Fault, tensor: Tensor | None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+
+def _spin(tensor: Tensor, seconds: int) -> None:
+    if not tensor.is_cuda:
+        time.sleep(seconds)
+        return
+    for _ in range(seconds):
+        torch.cuda._sleep(2_000_000_000)  # clock cycles, about a second
 
 
 def _hold_the_interpreter_lock() -> None:

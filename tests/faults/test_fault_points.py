@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Literal
 
 import pytest
 import torch
@@ -74,11 +75,17 @@ def test_oom_and_enospc_are_the_errors_that_the_real_ones_are() -> None:
         point("w", "p", 0)
 
 
-def test_sleep_waits() -> None:
-    with armed(Fault(worker="w", where="p", at=0, kind="sleep", seconds=1)):
+@pytest.mark.parametrize("kind", ["sleep", "spin"])
+def test_sleep_and_spin_wait(kind: Literal["sleep", "spin"]) -> None:
+    with armed(Fault(worker="w", where="p", at=0, kind=kind, seconds=1)):
         started = time.monotonic()
-        point("w", "p", 0)
+        point("w", "p", 0, torch.ones(1))
         assert time.monotonic() - started >= 1
+
+
+def test_poison_is_an_assertion_that_fails_on_the_device() -> None:
+    with armed(Fault(worker="w", where="p", at=0, kind="poison")), pytest.raises(RuntimeError):
+        point("w", "p", 0, torch.ones(1))
 
 
 def test_terminate_sends_the_signal_that_a_scheduler_sends() -> None:
