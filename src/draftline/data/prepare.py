@@ -20,6 +20,7 @@ from draftline.data.conversations import read_tools
 from draftline.data.encode_rows import EncodedChunk, RowEncoder, RowLimits
 from draftline.data.fingerprint import hash_json, hash_tokenizer
 from draftline.data.options import PrepareOptions
+from draftline.data.reasons import Reason
 from draftline.data.report import PrepareReport, build_report
 from draftline.data.sources import Chunk, Source, resolve_source
 from draftline.data.store import FORMAT, StoreWriter, open_store, read_manifest
@@ -245,4 +246,9 @@ def _refuse_empty(tally: Tally, source: Source) -> None:
     reasons = "; ".join(
         f"{count} x {reason} ({tally.examples[reason]})" for reason, count in tally.dropped.items()
     )
-    raise DataError(f"none of the {tally.rows} rows of {source.name} can be used: {reasons}")
+    fix = (
+        "; let the target answer them first (`draftline regenerate`)"
+        if Reason.USER_ONLY in tally.dropped
+        else ""
+    )
+    raise DataError(f"none of the {tally.rows} rows of {source.name} can be used: {reasons}{fix}")
