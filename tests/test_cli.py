@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftline.cli import parse_run
+from draftline.cli import app, parse_run
 from draftline.console import Screen
 from draftline.demo import demo_config
 from draftline.errors import ConfigError, DataError
@@ -248,6 +248,25 @@ def test_a_setting_that_cannot_work_is_refused_with_the_fix(flag: str, words: st
     with pytest.raises(ConfigError) as refused:
         parse_run([*changed(flag), "--optim.steps=6", "--output=run"])
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("prepare", "a", "b", "--target", "t", "--max-length", "0"), "max_length='0': Input should be"),
+        (("prepare", "a", "b", "--target", "t", "--max-lenth", "9"), "Did you mean --max-length?"),
+        (("evaluat",), 'Did you mean "evaluate"?'),
+    ],
+)
+def test_a_command_line_that_cannot_work_is_one_sentence(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    printed = capsys.readouterr()
+    said = " ".join((printed.out + printed.err).split())
+    assert ended.value.code == 2
+    assert said.startswith("draftline: ")
+    assert words in said
+    assert "errors.pydantic.dev" not in said
 
 
 def test_a_mistyped_key_in_the_file_gets_the_nearest_name(tmp_path: Path):

@@ -31,8 +31,16 @@ from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallE
 from draftline.monitor import run_monitored, start_heartbeat
 from draftline.options import GenerateOptions, MeasureOptions
 
+
+def _sentence(error: cyclopts.CycloptsError) -> str:
+    """What is wrong with a command line, as one sentence."""
+    cause = error.__cause__
+    return explain(cause) if isinstance(cause, ValidationError) else str(error)
+
+
 app = App(
     name="draftline",
+    error_formatter=lambda error: f"draftline: {_sentence(error)}",
     help="Train DFlash drafters: block-diffusion models that make a language model several times faster.",
     version=__version__,
 )
@@ -101,8 +109,7 @@ def parse_run(tokens: Sequence[str]) -> RunConfig:
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {error.filename or files[0]}") from None
     except cyclopts.CycloptsError as error:
-        cause = error.__cause__
-        raise ConfigError(explain(cause) if isinstance(cause, ValidationError) else str(error)) from None
+        raise ConfigError(_sentence(error)) from None
     config: RunConfig = bound.arguments["config"]
     return config
 
