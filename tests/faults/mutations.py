@@ -469,14 +469,14 @@ PIPELINE = [
     Mutation(
         "drafters wait for a safe state",
         THREADS,
-        "lambda: self._is_safe() and not any(",
-        "lambda: not any(",
+        "lambda: self._is_safe() and all(",
+        "lambda: all(",
         ENGINE,
     ),
     Mutation(
         "drafters wait for the reader",
         THREADS,
-        "self._is_safe() and not any(n for s, n in self._on_the_way.items() if s < steps_done)",
+        "self._is_safe() and all(other >= steps_done for other in self._on_the_way)",
         "self._is_safe()",
         ENGINE,
     ),

@@ -183,7 +183,7 @@ class Engine:
     def _dealt_with(self, event: Event | None) -> None:
         with self._boundary:
             if isinstance(event, ShardState):
-                self._on_the_way[event.steps_done] -= 1
+                self._on_the_way -= Counter({event.steps_done: 1})  # drops what has come to zero
             self._boundary.notify_all()  # also without a state: `is_safe` may have changed
 
     def _hand_over(self, state: Callable[[], ShardState], steps_done: int) -> None:
@@ -193,7 +193,7 @@ class Engine:
         with self._boundary:
             self.abort.wait(
                 self._boundary,
-                lambda: self._is_safe() and not any(n for s, n in self._on_the_way.items() if s < steps_done),
+                lambda: self._is_safe() and all(other >= steps_done for other in self._on_the_way),
                 2 * seconds,  # the writer has this deadline too, and names the disk
                 f"the checkpoint before step {steps_done} to be written",
                 patience_s=2 * seconds,
