@@ -147,8 +147,11 @@ def test_workers_find_a_stall_themselves_when_nobody_reads_their_events():
     deadlines = DeadlineConfig(stall_timeout_s=0.5, startup_timeout_s=60)
     hang = Fault(worker="target-0", where="row", at=5, kind="sleep", seconds=4)
     job = make_job(1, 1, steps=4, rows_per_step=2, deadlines=deadlines)
+    before = set(threading.enumerate())
     with armed(hang), pytest.raises(StallError, match="drafter-0 waited 1 s for row 5 from its target"):
         read_slowly(job, 3)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
 
 
 def test_a_failure_reaches_those_who_wait_for_the_disk():
