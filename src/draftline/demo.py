@@ -28,7 +28,8 @@ from draftline.greedy import Limit
 from draftline.pipeline.plan import available_devices
 from draftline.prompts import load_prompts
 from draftline.render import print_answer
-from draftline.run import Trained, train
+from draftline.run import train
+from draftline.session import Trained
 from draftline.smollm2_demo import with_own_answers
 from draftline.target.load import Target
 

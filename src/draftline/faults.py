@@ -106,7 +106,9 @@ def _happen(fault: Fault, tensor: Tensor | None) -> None:
             _spin(tensor, fault.seconds)
         case "poison":
             assert tensor is not None, f"{name}: this point has no tensor on a device"
-            torch._assert_async(torch.zeros((), device=tensor.device), name)
+            torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+                torch.zeros((), device=tensor.device), name
+            )
         case "hang":
             _hold_the_interpreter_lock()
         case "oom":

@@ -1,80 +1,24 @@
 """A training run from a configuration to a measured, exported drafter. Read this first.
 
-prepare_job    refuse what cannot work, load the target, test it on itself
-Engine         threads: target workers -> channels -> drafter workers
-Session        what the main thread does with their reports: metrics, checkpoints, evaluation
-finish         measure on unseen prompts, export, reload
+prepare_job    refuse what cannot work, load the target, test it on itself (setup.py)
+Session        the main thread: reports of the workers, metrics, checkpoints, evaluation, export (session.py)
+Engine         threads: target workers -> channels -> drafter workers (pipeline/engine.py)
 """
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from draftline import faults
-from draftline.badstep import saved_for_replay
-from draftline.card import model_card
-from draftline.checkpoint import Checkpointer, Loaded, Snapshot, read_checkpoint
-from draftline.checkpoint.layout import checkpoint_name
-from draftline.config import DrafterSpec, RunConfig
-from draftline.console import Bar, Screen
-from draftline.drafter.model import Drafter
-from draftline.drafter.stats import read_stats
-from draftline.drafter.worker import StepRecord
+from draftline.config import RunConfig
+from draftline.console import Screen
 from draftline.ending import explained, failed
-from draftline.errors import DiskFullError
-from draftline.evaluate import Evaluation
-from draftline.evaluator import Evaluator
-from draftline.export import config_json, export_drafter, serving_tensors
-from draftline.folder import CHECKPOINTS, RunFolder
-from draftline.greedy import Limit
-from draftline.metrics import MetricsLog, Progress, eval_metrics, train_metrics
-from draftline.paths import EXPORT
-from draftline.pipeline.engine import BadStep, Engine, Ready
-from draftline.pipeline.job import Job
-from draftline.pipeline.state import ShardState, TrainingState, join_shards
-from draftline.prompts import load_prompts
+from draftline.folder import RunFolder
 from draftline.result import RESULT, RunResult, write_result
-from draftline.setup import Prepared, prepare_job
+from draftline.session import Session, Trained
+from draftline.setup import prepare_job
 from draftline.signals import StopOnSignal, ended_by_sigterm
-from draftline.watchdog import Starvation
-
-MODEL_FILE = "model.safetensors"
-STATE_FILE = "state.safetensors"
-EVALUATION_TIMEOUT_S = 600.0
-"""Seconds that a background evaluation may still take when training is done."""
-LEAVE_S = 5.0
-"""Seconds for a background evaluation to leave a run that has failed or was stopped."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a finished run leaves."""
-
-    folder: Path
-    drafter: Path
-    """The exported drafter, in serving layout."""
-    steps: int
-    loss: float | None
-    """Of the last step, nats."""
-    seconds: float
-    """Of the training loop in this process."""
-    tokens_per_s: float
-    """Target tokens, padding excluded."""
-    before: Evaluation | None
-    after: Evaluation | None
-    """Of the exported drafter."""
-    exported_step: int
-    """Steps of the drafter that was exported: the last one, or that of the best evaluation."""
-    skipped_checkpoints: int
-    """Checkpoints that found no room on the disk (`checkpoint.on_disk_full: continue`)."""
 
 
 def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Trained:
@@ -91,7 +35,7 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
                 prepared = prepare_job(config, screen)
                 faults.point("main", "prepared", 0)
             with StopOnSignal() as stop:
-                session = _Session(config, prepared, screen, stop)
+                session = Session(config, prepared, screen, stop)
                 trained = session.run()
         except BaseException as error:  # noqa: BLE001 - raised again, as what its user should meet
             known = explained(error)
@@ -101,7 +45,7 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
         return trained
 
 
-def _failed(error: BaseException, command: Sequence[str], session: _Session | None) -> RunResult:
+def _failed(error: BaseException, command: Sequence[str], session: Session | None) -> RunResult:
     if session is None:
         return failed(error, command)
     return failed(
@@ -117,271 +61,3 @@ def _finished(trained: Trained, command: Sequence[str]) -> RunResult:
         command=tuple(command),
         skipped_checkpoints=trained.skipped_checkpoints,
     )
-
-
-class _Session:
-    """The main thread's part: takes the workers' reports and keeps what must outlive them."""
-
-    def __init__(self, config: RunConfig, prepared: Prepared, screen: Screen, stop: StopOnSignal) -> None:
-        self._config, self._screen, self._stop = config, screen, stop
-        self._prepared, self._job = prepared, prepared.job
-        self._checkpointer = Checkpointer(
-            config.output / CHECKPOINTS,
-            prepared.identity,
-            keep=config.checkpoint.keep,
-            write_timeout_s=config.deadlines.write_timeout_s,
-        )
-        self._progress = Progress(started=time.monotonic())
-        self._records: dict[int, list[StepRecord]] = {}
-        self._shards: dict[int, list[ShardState]] = {}
-        self._state: TrainingState | None = None
-        self._loss: float | None = None
-        self._accept_anchor_mean: float | None = None
-        self._evaluator = self._build_evaluator()
-        self.num_skipped_checkpoints = 0
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps whose outcome is known."""
-        return self._progress.step
-
-    @property
-    def newest_checkpoint(self) -> Path | None:
-        """What the same command would resume from."""
-        return self._checkpointer.newest
-
-    def run(self) -> Trained:
-        """Resume or start, train to the end, measure, export."""
-        job = self._resume(self._checkpointer.load_latest())
-        self._require_room(job)
-        log = MetricsLog(self._config.output, job.schedule.first_step)
-        try:
-            before = self._measure_start(job)
-            begin = time.monotonic()
-            with self._checkpointer:
-                self._evaluate_again(job, log)
-                self._train(job, log)
-                self._end_evaluation(log)
-                with self._full_disk_may_pass():
-                    self._checkpointer.wait()
-            seconds = time.monotonic() - begin
-            if self._stop.requested:
-                raise self._stop.error(self._progress.step)
-            return self._finish(before, seconds, log)
-        finally:
-            log.close()
-            if self._evaluator is not None:
-                self._evaluator.leave(LEAVE_S)
-
-    def _require_room(self, job: Job) -> None:
-        if job.schedule.first_step >= job.schedule.num_steps:
-            return
-        with self._full_disk_may_pass():
-            self._checkpointer.require_room(_checkpoint_bytes(job.spec))
-
-    @contextmanager
-    def _full_disk_may_pass(self) -> Iterator[None]:
-        """Let a checkpoint without room on the disk pass, loudly, if the user asked for that."""
-        try:
-            yield
-        except DiskFullError as error:
-            if self._config.checkpoint.on_disk_full == "stop":
-                raise
-            self._checkpointer.forgive()
-            self.num_skipped_checkpoints += 1
-            self._screen.say(f"CHECKPOINT SKIPPED, {self.num_skipped_checkpoints} so far: {error}")
-
-    def _evaluate_again(self, job: Job, log: MetricsLog) -> None:
-        """An evaluation that the last process owed and did not finish."""
-        if self._state is not None and job.schedule.first_step not in log.evaluated:
-            self._start_evaluation(self._state)
-
-    def _end_evaluation(self, log: MetricsLog) -> None:
-        if self._evaluator is None:
-            return
-        if (
-            not self._stop.requested
-        ):  # who sends a signal does not wait for it; it is made when the run goes on
-            self._evaluator.wait(EVALUATION_TIMEOUT_S)
-        self._report_evaluations(log)
-
-    def _build_evaluator(self) -> Evaluator | None:
-        data, settings, target = self._config.data, self._config.evaluation, self._job.target
-        if not data.eval_path:
-            return None
-        prompts = load_prompts(data.eval_path, target.tokenizer, settings.num_prompts, settings.thinking)
-        limit = Limit(settings.max_new_tokens, self._prepared.stop_token_ids)
-        return Evaluator(target, self._job.spec, prompts, limit)
-
-    def _measure_start(self, job: Job) -> Evaluation | None:
-        if self._evaluator is None or job.resumed is not None:
-            return None
-        before = self._evaluator.measure(_initial_weights(job))
-        self._screen.say(f"before training: tau {_tau(before)}")
-        return before
-
-    def _resume(self, loaded: Loaded | None) -> Job:
-        if loaded is None:
-            return self._job
-        for note in loaded.notes:
-            self._screen.say(note)
-        self._screen.say(f"resuming after step {loaded.step} from {loaded.path}")
-        self._progress.step = loaded.step
-        self._progress.tokens_target = int(loaded.meta["tokens_target"])
-        self._progress.blocks = int(loaded.meta["blocks"])
-        state = dict(loaded.tensors[STATE_FILE])
-        self._state = TrainingState(loaded.step, state)
-        self._loss = loaded.meta["loss"]
-        schedule = replace(self._job.schedule, first_step=loaded.step)
-        return replace(self._job, schedule=schedule, resumed=state)
-
-    def _train(self, job: Job, log: MetricsLog) -> None:
-        schedule = job.schedule
-        if schedule.first_step >= schedule.num_steps:
-            return
-        engine = Engine(job, is_safe=lambda: not self._checkpointer.writing)
-        starvation = Starvation(engine.watchdog)
-        with (
-            saved_for_replay(self._prepared, self._config) as keep_bad_step,
-            self._screen.progress("step", schedule.num_steps, schedule.first_step) as bar,
-        ):
-            for event in engine.events():
-                with self._full_disk_may_pass():
-                    self._checkpointer.check()
-                if self._stop.requested:
-                    engine.stop_line.request()
-                if isinstance(event, Ready):
-                    for note in event.notes:
-                        self._screen.say(note)
-                elif isinstance(event, StepRecord):
-                    self._note_step(event, log, bar, starvation)
-                elif isinstance(event, ShardState):
-                    self._collect(event)
-                elif isinstance(event, BadStep):
-                    keep_bad_step(event)
-                self._report_evaluations(log)
-
-    def _note_step(self, record: StepRecord, log: MetricsLog, bar: Bar, starvation: Starvation) -> None:
-        records = self._records.setdefault(record.step, [])
-        records.append(record)
-        if len(records) < len(self._job.plan.drafters):
-            return  # each drafter counts its own tokens; all else is the same in every report
-        del self._records[record.step]
-        self._progress.tokens_target += sum(one.num_tokens for one in records)
-        stats = read_stats(record.stats, self._job.spec.block_size)
-        self._loss, self._accept_anchor_mean = stats.loss, stats.accept_anchor_mean
-        self._progress.step = record.step + 1
-        self._progress.blocks += stats.num_blocks
-        log.write(self._progress, train_metrics(record, stats))
-        rate = self._progress.tokens_target / max(1e-9, time.monotonic() - self._progress.started)
-        detail = f"loss {stats.loss:.3f}  {rate / 1000:.1f} k tokens/s  {starvation.words()}"
-        bar.update(record.step + 1, detail.rstrip())
-
-    def _collect(self, shard: ShardState) -> None:
-        shards = self._shards.setdefault(shard.steps_done, [])
-        shards.append(shard)
-        if len(shards) < len(self._job.plan.drafters):
-            return
-        self._state = join_shards(self._shards.pop(shard.steps_done))
-        self._save(self._state)
-        self._start_evaluation(self._state)
-
-    def _start_evaluation(self, state: TrainingState) -> None:
-        every, done = self._config.evaluation.every, state.steps_done
-        if self._evaluator is None or every is None or done % every or done == self._job.schedule.num_steps:
-            return
-        if not self._evaluator.start(state.weights(), done):
-            self._screen.say(f"step {done}: the last evaluation still runs; this one is left out")
-
-    def _report_evaluations(self, log: MetricsLog) -> None:
-        for measured in self._evaluator.finished() if self._evaluator else ():
-            with self._full_disk_may_pass():
-                self._checkpointer.mark_best(measured.step, measured.evaluation.overall.tau)
-            metrics = eval_metrics(measured.evaluation, self._accept_anchor_mean)
-            log.write(self._progress, {"eval/step": measured.step, **metrics})
-            self._screen.say(f"step {measured.step}: tau {_tau(measured.evaluation)}")
-
-    def _save(self, state: TrainingState) -> None:
-        with self._full_disk_may_pass():
-            self._checkpointer.wait()
-        with self._full_disk_may_pass():
-            self._checkpointer.save(self._snapshot(state))
-
-    def _snapshot(self, state: TrainingState) -> Snapshot:
-        job = self._job
-        return Snapshot(
-            step=state.steps_done,
-            row=state.steps_done * job.schedule.rows_per_step,
-            tensors={MODEL_FILE: serving_tensors(job.spec, state.weights()), STATE_FILE: state.tensors},
-            texts={"config.json": config_json(job.spec)},
-            meta={
-                "tokens_target": self._progress.tokens_target,
-                "blocks": self._progress.blocks,
-                "loss": self._loss,
-            },
-            world={"targets": len(job.plan.targets), "drafters": len(job.plan.drafters)},
-        )
-
-    def _finish(self, before: Evaluation | None, seconds: float, log: MetricsLog) -> Trained:
-        assert self._state is not None
-        step, weights = self._state.steps_done, self._state.weights()
-        after = self._evaluator.measure(weights) if self._evaluator else None
-        if after is not None and self._evaluator is not None:
-            log.write(self._progress, eval_metrics(after, self._accept_anchor_mean))
-            self._screen.say(f"after {step} steps: tau {_tau(after)}")
-            best = self._better_checkpoint(after)
-            if best is not None:
-                step, weights = best.step, best.tensors[MODEL_FILE]
-                after = self._evaluator.measure(weights)
-                self._screen.say(f"step {step} was the best, with tau {_tau(after)}: that one is exported")
-        return Trained(
-            folder=self._config.output,
-            drafter=self._export(weights, after),
-            steps=self._state.steps_done,
-            exported_step=step,
-            loss=self._loss,
-            seconds=seconds,
-            tokens_per_s=self._progress.tokens_target / max(seconds, 1e-9),
-            before=before,
-            after=after,
-            skipped_checkpoints=self.num_skipped_checkpoints,
-        )
-
-    def _better_checkpoint(self, after: Evaluation) -> Loaded | None:
-        """The checkpoint that evaluations chose, unless the last step is at least as good."""
-        assert self._state is not None
-        with self._full_disk_may_pass():
-            self._checkpointer.mark_best(self._state.steps_done, after.overall.tau)
-        best = self._checkpointer.best
-        if best is None or best.figure <= after.overall.tau:
-            return None
-        return read_checkpoint(self._config.output / CHECKPOINTS / checkpoint_name(best.step))
-
-    def _export(self, weights: Mapping[str, Tensor], after: Evaluation | None) -> Path:
-        spec, out = self._job.spec, self._config.output / EXPORT
-        target = self._job.target
-        conditions = (
-            f"Measured in {str(target.embedding.dtype).removeprefix('torch.')} on {target.device.type}, answers of "
-            f"at most {self._config.evaluation.max_new_tokens} tokens."
-        )
-        card = model_card(spec, target.name, str(out), evaluation=after, conditions=conditions)
-        return export_drafter(spec, weights, out, card)
-
-
-def _checkpoint_bytes(spec: DrafterSpec) -> int:
-    """Masters and two moments in float32, and the serving weights in bfloat16."""
-    with torch.device("meta"):
-        return sum(14 * parameter.numel() for parameter in Drafter(spec).parameters())
-
-
-def _initial_weights(job: Job) -> dict[str, Tensor]:
-    drafter = Drafter(job.spec)
-    drafter.init_weights(job.seed)
-    if job.initial is not None:
-        drafter.load_state_dict(dict(job.initial), strict=True)
-    return drafter.state_dict()
-
-
-def _tau(evaluation: Evaluation) -> str:
-    overall = evaluation.overall
-    return f"{overall.tau:.2f} (95 % {overall.tau_low:.2f} to {overall.tau_high:.2f})"

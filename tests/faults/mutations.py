@@ -552,7 +552,7 @@ RUN = [
     ),
     Mutation(
         "a full disk ends the run",
-        "run.py",
+        "session.py",
         '            if self._config.checkpoint.on_disk_full == "stop":\n',
         "            if False:\n",
         FULL_RUN,
