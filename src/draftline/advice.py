@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from draftline.evaluate import Comparison, Evaluation
-from draftline.greedy import CachedTarget, prompt_tensor
+from draftline.greedy import CachedTarget, SequenceInWork, prompt_tensor
 from draftline.target.load import Target
 
 REPEATS = 5
@@ -73,9 +73,19 @@ def predict_speedups(evaluation: Evaluation, timings: Timings) -> tuple[Predicti
 
 
 @torch.inference_mode()
-def time_steps(target: Target, prompt: Sequence[int], block_size: int, draft_ms: float) -> Timings:
-    """Time target passes over one token and over blocks of several lengths behind a prompt; medians of a few."""
-    sequence = CachedTarget(target)
+def time_steps(
+    target: Target,
+    prompt: Sequence[int],
+    block_size: int,
+    draft_ms: float,
+    sequence: SequenceInWork | None = None,
+) -> Timings:
+    """Time target passes over one token and over blocks of several lengths behind a prompt; medians of a few.
+
+    Args:
+        sequence: empty, of this target; a growing cache when none is given.
+    """
+    sequence = sequence or CachedTarget(target)
     sequence.feed(prompt_tensor(prompt, target.device), num_logits=1)
     verify_ms: dict[int, float] = {}
     for size in [1, *block_sizes(block_size)]:

@@ -73,7 +73,8 @@ def _answers(target: Target, prompts: Sequence[str], options: MeasureOptions) ->
 def _measure(
     target: Target, drafter: Drafter, answers: Sequence[Reference], options: MeasureOptions
 ) -> Measurement:
-    return measure(target, drafter, answers, answer_limit(target, options.max_new_tokens), options.compare)
+    limit = answer_limit(target, options.max_new_tokens)
+    return measure(target, drafter, answers, limit, options.compare, options.caches)
 
 
 def export_run(

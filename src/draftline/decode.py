@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.model import Drafter
-from draftline.greedy import CachedTarget, Limit, prompt_tensor
+from draftline.fixed import FixedBlockDrafter, FixedDecoding
+from draftline.greedy import CachedTarget, Limit, SequenceInWork, prompt_tensor
 from draftline.sampling import Choice, Greedy
 from draftline.target.load import Target
 
@@ -78,9 +79,10 @@ def decode(
     prompt: Sequence[int],
     limit: Limit,
     choice: Choice | None = None,
+    fixed: FixedDecoding | None = None,
 ) -> Decoded:
     """The whole answer to a prompt; see `decode_events`."""
-    return collect(decode_events(target, drafter, prompt, limit, choice))
+    return collect(decode_events(target, drafter, prompt, limit, choice, fixed))
 
 
 def collect(events: Iterator[Event]) -> Decoded:
@@ -106,6 +108,7 @@ def decode_events(
     prompt: Sequence[int],
     limit: Limit,
     choice: Choice | None = None,
+    fixed: FixedDecoding | None = None,
 ) -> Iterator[Event]:
     """Decode and tell every step as it happens.
 
@@ -113,15 +116,19 @@ def decode_events(
         prompt: token ids, at least one.
         limit: where the answer ends; at least one token is produced.
         choice: greedy when none is given; `sampling.Sampled` for a temperature.
+        fixed: preallocated caches of this target and drafter; growing ones when none are given.
 
     Raises:
         DataError: the prompt is empty.
     """
     choice = choice or Greedy()
-    spec = drafter.spec
-    verifier = CachedTarget(target, spec.target_layer_ids)
-    capacity = len(prompt) + limit.max_new_tokens
-    block = BlockDrafter(drafter, target.embedding, target.head, capacity)
+    if fixed is None:
+        verifier = CachedTarget(target, drafter.spec.target_layer_ids)
+        capacity = len(prompt) + limit.max_new_tokens
+        block = BlockDrafter(drafter, target.embedding, target.head, capacity)
+    else:
+        fixed.reset()
+        verifier, block = fixed.verifier, fixed.block
     start = time.perf_counter()
     fed = verifier.feed(prompt_tensor(prompt, target.device), num_logits=1)
     answer, taps = [choice.first(fed.logits[-1])], fed.taps
@@ -135,7 +142,11 @@ def decode_events(
 
 
 def _step(
-    verifier: CachedTarget, block: BlockDrafter, choice: Choice, taps: Tensor, anchor: int
+    verifier: SequenceInWork,
+    block: BlockDrafter | FixedBlockDrafter,
+    choice: Choice,
+    taps: Tensor,
+    anchor: int,
 ) -> tuple[Verified, Tensor]:
     """One draft and one verification; also the taps [accepted + 1, K*D] of the tokens that were committed."""
     start = time.perf_counter()

@@ -20,6 +20,7 @@ from draftline.decode import Decoded, decode
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.model import Drafter
 from draftline.errors import DataError
+from draftline.fixed import FixedDecoding
 from draftline.greedy import CachedTarget, Limit, greedy, greedy_batch
 from draftline.target.load import Target
 
@@ -187,10 +188,19 @@ class Comparison:
     """Mean of a step."""
 
 
-def compare(target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit) -> Comparison:
+def compare(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    limit: Limit,
+    fixed: FixedDecoding | None = None,
+) -> Comparison:
     """Decode every prompt twice and compare text and time, prompt reading included.
 
     One prompt is decoded before the clock starts: first calls load kernels and grow buffers.
+
+    Args:
+        fixed: preallocated caches that both sides use; growing ones when none are given.
 
     Raises:
         DataError: there is no prompt, or one is empty.
@@ -198,15 +208,23 @@ def compare(target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: 
     if not prompts:
         raise DataError("there is no prompt to compare decoding on; give at least one")
     plain_s, identical, results = 0.0, 0, list[Decoded]()
-    greedy(target, prompts[0].input_ids, replace(limit, max_new_tokens=WARM_TOKENS))
-    decode(target, drafter, prompts[0].input_ids, replace(limit, max_new_tokens=WARM_TOKENS))
+    warm = replace(limit, max_new_tokens=WARM_TOKENS)
+    _plain(target, prompts[0], warm, fixed)
+    decode(target, drafter, prompts[0].input_ids, warm, fixed=fixed)
     for prompt in prompts:
         start = time.perf_counter()
-        answer = greedy(target, prompt.input_ids, limit)
+        answer = _plain(target, prompt, limit, fixed)
         plain_s += time.perf_counter() - start
-        results.append(decode(target, drafter, prompt.input_ids, limit))
+        results.append(decode(target, drafter, prompt.input_ids, limit, fixed=fixed))
         identical += list(results[-1].tokens) == answer
     return _comparison(results, identical, plain_s)
+
+
+def _plain(target: Target, prompt: Prompt, limit: Limit, fixed: FixedDecoding | None) -> list[int]:
+    if fixed is None:
+        return greedy(target, prompt.input_ids, limit)
+    fixed.reset()
+    return greedy(target, prompt.input_ids, limit, fixed.verifier)
 
 
 def _comparison(results: Sequence[Decoded], identical: int, plain_s: float) -> Comparison:

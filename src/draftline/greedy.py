@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,18 @@ def is_recurrent(target: Target) -> bool:
     return target.model._is_stateful  # pyright: ignore[reportPrivateUsage]
 
 
+class SequenceInWork(Protocol):
+    """A target with what it has read."""
+
+    def feed(self, tokens: Tensor, num_logits: int) -> Fed:
+        """Append tokens int64 [n]; logits of the last `num_logits` of them (dtype of the target)."""
+        ...
+
+    def take_back(self, count: int) -> None:
+        """Forget the last `count` tokens, all of them from the last `feed`."""
+        ...
+
+
 class CachedTarget:
     """One sequence in work. It hooks the shared model while it runs: one thread at a time per target.
 
@@ -48,7 +60,7 @@ class CachedTarget:
         self.recurrent = is_recurrent(target)
         layers = decoder_layers(target.model)[2]
         self._tapped = [layers[index] for index in target_layer_ids]
-        self._cache, self._cache_argument = _new_cache(target), _cache_argument(target)
+        self._cache, self._cache_argument = _new_cache(target), cache_argument(target)
         self._before: DynamicCache | None = None
         self._last = torch.empty(0, dtype=torch.int64)
         self.length = 0
@@ -91,7 +103,7 @@ def _new_cache(target: Target) -> DynamicCache:
     return DynamicCache(config=target.model.config) if is_recurrent(target) else DynamicCache()
 
 
-def _cache_argument(target: Target) -> str:
+def cache_argument(target: Target) -> str:
     """`cache` from transformers 5.24 on; before, and in remote model code, `past_key_values`."""
     forward = inspect.signature(type(target.model).forward)
     return "cache" if "cache" in forward.parameters else "past_key_values"
@@ -148,13 +160,18 @@ def prompt_tensor(prompt: Sequence[int], device: torch.device) -> Tensor:
 
 
 @torch.inference_mode()
-def greedy(target: Target, prompt: Sequence[int], limit: Limit) -> list[int]:
+def greedy(
+    target: Target, prompt: Sequence[int], limit: Limit, sequence: SequenceInWork | None = None
+) -> list[int]:
     """The target's own greedy answer, one token a step.
+
+    Args:
+        sequence: empty, of this target; a growing cache when none is given.
 
     Raises:
         DataError: the prompt is empty.
     """
-    sequence, answer = CachedTarget(target), []
+    sequence, answer = sequence or CachedTarget(target), []
     tokens = prompt_tensor(prompt, target.device)
     while not answer or not limit.reached(answer):
         answer.append(int(sequence.feed(tokens, num_logits=1).logits[-1].argmax()))
@@ -196,7 +213,7 @@ def _greedy_lines(target: Target, prompts: Sequence[Sequence[int]], limit: Limit
     """Answers of one batch, as long as the longest of them: what follows a stop token is noise."""
     tokens, mask = _left_padded(prompts, target.device)
     positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
-    cache, written = {_cache_argument(target): _new_cache(target)}, []
+    cache, written = {cache_argument(target): _new_cache(target)}, []
     stop = torch.tensor(sorted(limit.stop_token_ids), dtype=torch.int64, device=target.device)
     running = torch.ones(len(prompts), dtype=torch.bool, device=target.device)
     while len(written) < limit.max_new_tokens and running.any():

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from draftline.acceptance import Acceptance
-from draftline.advice import Prediction, Timings, predict_speedups, time_steps, warnings
+from draftline.advice import Prediction, Timings, block_sizes, predict_speedups, time_steps, warnings
 from draftline.drafter.model import Drafter
-from draftline.evaluate import Comparison, Evaluation, Reference, compare, evaluate
+from draftline.evaluate import Comparison, Evaluation, Prompt, Reference, compare, evaluate
+from draftline.fixed import FixedDecoding
 from draftline.greedy import Limit, is_recurrent
 from draftline.metrics import eval_metrics
+from draftline.options import Caches
 from draftline.target.load import Target
 
 
@@ -27,6 +29,7 @@ class Measurement:
     dtype: str
     block_size: int
     max_new_tokens: int
+    caches: Caches
     evaluation: Evaluation
     decoding: Comparison | None
     """Real decoding with and without the drafter; None when it was left out."""
@@ -68,12 +71,18 @@ class Measurement:
 
 
 def measure(
-    target: Target, drafter: Drafter, references: Sequence[Reference], limit: Limit, num_compared: int
+    target: Target,
+    drafter: Drafter,
+    references: Sequence[Reference],
+    limit: Limit,
+    num_compared: int,
+    caches: Caches = "growing",
 ) -> Measurement:
     """Replay all answers, then decode some of their prompts for real, with and without the drafter.
 
     Args:
         num_compared: prompts that are decoded, evenly spread over all; 0 leaves speed out.
+        caches: of both sides of the comparison; fixed ones are graphs on CUDA.
 
     Raises:
         DataError: no answer is long enough to have a verify step.
@@ -83,8 +92,13 @@ def measure(
     if num_compared:
         chosen = [reference.prompt for reference in references]
         chosen = chosen[:: -(-len(chosen) // num_compared)]
-        decoding = compare(target, drafter, chosen, limit)
-        timings = time_steps(target, chosen[0].input_ids, drafter.spec.block_size, decoding.draft_ms)
+        fixed = _fixed(target, drafter, chosen, limit) if caches == "fixed" else None
+        decoding = compare(target, drafter, chosen, limit, fixed)
+        sequence = fixed and fixed.verifier
+        if fixed is not None:
+            fixed.reset()
+        size = drafter.spec.block_size
+        timings = time_steps(target, chosen[0].input_ids, size, decoding.draft_ms, sequence)
     size = drafter.spec.block_size
     return Measurement(
         target=target.name,
@@ -92,6 +106,7 @@ def measure(
         dtype=str(target.embedding.dtype).removeprefix("torch."),
         block_size=size,
         max_new_tokens=limit.max_new_tokens,
+        caches=caches,
         evaluation=evaluation,
         decoding=decoding,
         timings=timings,
@@ -101,6 +116,12 @@ def measure(
         else {},
         warnings=warnings(evaluation, decoding, timings, recurrent=is_recurrent(target)),
     )
+
+
+def _fixed(target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit) -> FixedDecoding:
+    longest = max(len(prompt.input_ids) for prompt in prompts)
+    sizes = block_sizes(drafter.spec.block_size)
+    return FixedDecoding(target, drafter, longest + limit.max_new_tokens, sizes)
 
 
 def print_measurement(measured: Measurement, console: Console) -> None:

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from draftline.config import Frozen
 
+Caches = Literal["growing", "fixed"]
+
 
 class MeasureOptions(Frozen):
     """What an evaluation does with each file or set of prompts."""
@@ -20,6 +22,9 @@ class MeasureOptions(Frozen):
     """The target's thinking switch; both asks every prompt twice."""
     compare: int = Field(default=8, ge=0)
     """Prompts that are also decoded for real, with and without the drafter; 0 leaves speed out."""
+    caches: Caches = "growing"
+    """Of that comparison. fixed: preallocated on both sides, and on CUDA each pass is one graph; not for targets that
+    keep a running state."""
 
 
 class GenerateOptions(Frozen):

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from draftline.evaluate import Prompt, Reference, replay
 from draftline.greedy import CachedTarget, Limit
 from draftline.sampling import leading_run
 from draftline.target.load import Target
+from tests.engines.rows import as_json
 from tests.engines.vllm_case import per_position, steps_within
 from tests.oracles.huggingface import assistant, generate
 from tests.oracles.zlab import zlab_decode, zlab_drafter
@@ -138,6 +140,18 @@ def sglang_decode(
     return tokens, accepted
 
 
+def about(case: Row) -> Row:
+    """What the rows were made from."""
+    return {
+        "command": ".ci/engines",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "prompts": len(case["prompts"]),
+        "tokens_each": len(case["answers"][0]),
+        "block_size": case["block_size"],
+    }
+
+
 def main() -> None:
     """Write the rows and exit."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -151,7 +165,7 @@ def main() -> None:
     for each in rows(target, drafter, case, arguments.sglang):
         print(json.dumps(each), flush=True)
         found.append(each)
-    arguments.json.write_text(json.dumps({"rows": found}, indent=1) + "\n", encoding="utf-8")
+    arguments.json.write_text(as_json({**about(case), "rows": found}), encoding="utf-8")
     wanted = found[0]
     differing = [
         each["decoder"]

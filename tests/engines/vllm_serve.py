@@ -21,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the counters live in the engine's own process
 
+from rows import as_json  # pyright: ignore[reportMissingImports] - beside this file, outside the package
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm import __version__ as version  # pyright: ignore[reportMissingImports]
 
@@ -84,7 +85,7 @@ def add_row(path: Path, case: dict[str, Any], counted: dict[str, Any], same: boo
         "drafts": counted["drafts"],
         "accepted_per_position": counted["accepted_tokens_per_pos"],
     }
-    path.write_text(json.dumps({"rows": [*found["rows"], row]}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(as_json({**found, "rows": [*found["rows"], row]}), encoding="utf-8")
 
 
 def main() -> None:
