@@ -50,7 +50,10 @@ def find_drafter(path: Path) -> Path:
     checkpoints = path / CHECKPOINTS
     steps = steps_in(checkpoints) if checkpoints.is_dir() else []
     if not steps:
-        raise ConfigError(f"{path} is neither a drafter, a checkpoint nor a run folder with one of them")
+        raise ConfigError(
+            f"{path} is neither a drafter, a checkpoint nor a run folder with one of them; one on the hub is "
+            "fetched first: hf download OWNER/NAME --local-dir FOLDER"
+        )
     return checkpoints / checkpoint_name(max(steps))
 
 
