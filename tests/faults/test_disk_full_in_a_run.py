@@ -115,6 +115,15 @@ def full(where: str, at: int) -> Fault:
     return Fault(worker="checkpoint", where=where, at=at, kind="enospc")
 
 
+def test_a_checkpoint_without_room_ends_the_run_unless_it_was_told_to_continue(
+    tmp_path: Path, store: Path
+) -> None:
+    with armed(full("file", EVERY)), pytest.raises(DiskFullError):
+        train_here(settings(tmp_path, data__path=store))
+    result = result_of(tmp_path)
+    assert (result["exit_code"], result["worker"], result["checkpoint"]) == (8, "checkpoint", None)
+
+
 def test_a_run_that_was_told_to_continue_counts_what_it_could_not_save(
     tmp_path: Path, store: Path, unbroken: Path
 ) -> None:

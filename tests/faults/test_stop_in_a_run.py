@@ -20,9 +20,7 @@ from tests.faults.real_runs import (
 
 MOMENTS = {
     "while workers start": ("drafter-1", "start", 0),
-    "in the first step": ("target-0", "row", 1),
     "between checkpoints": ("drafter-0", "step", EVERY + 1),
-    "while a row is built": ("loader", "row", 4 * ROWS_PER_STEP),
     "while a checkpoint is written": ("checkpoint", "manifest", 2 * EVERY),
     "in the last step": ("drafter-1", "step", STEPS - 1),
 }
