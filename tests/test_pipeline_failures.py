@@ -15,7 +15,7 @@ from draftline.data.rows import Row, RowSource
 from draftline.drafter.worker import StepRecord
 from draftline.errors import Blame, ConfigError, NonFiniteError, StallError, blame_of
 from draftline.faults import Fault, InjectedFaultError, armed
-from draftline.pipeline.engine import Engine
+from draftline.pipeline.engine import Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, join_shards
 from tests.pipeline_fixtures import MemoryStore, colocated, make_job, run_job
@@ -202,6 +202,30 @@ def test_a_reader_that_walks_away_leaves_no_thread():
     for event in events:
         if isinstance(event, StepRecord):
             break
+    events.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_reader_that_walks_away_while_workers_wait_for_each_other_to_start_leaves_no_thread():
+    before = set(threading.enumerate())
+    events = Engine(make_job(2, 2)).events()
+    assert isinstance(events, Generator)
+    while not isinstance(next(events), Ready):
+        pass
+    time.sleep(0.2)
+    events.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_reader_that_walks_away_while_drafters_wait_for_the_disk_leaves_no_thread():
+    before, taken = set(threading.enumerate()), list[object]()
+    job = make_job(1, 2, steps=8, rows_per_step=2, boundaries=frozenset({1}))
+    events = Engine(job, is_safe=lambda: len(taken) < 2).events()
+    assert isinstance(events, Generator)
+    while len(taken) < 2:
+        event = next(events)
+        taken.extend([event] if isinstance(event, ShardState) else [])
+    time.sleep(0.5)
     events.close()
     assert set(threading.enumerate()) == before
 

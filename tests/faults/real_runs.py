@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+import draftline
 from draftline import faults
 from draftline.cli import parse_run
 from draftline.console import Screen
@@ -29,6 +30,8 @@ from draftline.faults import Fault
 from draftline.run import train
 
 REPOSITORY = Path(__file__).parents[2]
+SOURCE = Path(draftline.__file__).parents[1]
+"""Where this process has the package from; others must have it from there too, also when it is a mutated copy."""
 STEPS, EVERY, ROWS_PER_STEP = 8, 2, 6
 
 SETTINGS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.real_runs import EVERY, REPOSITORY, assert_same_state, result_of, settings, train_here
+from tests.faults.real_runs import EVERY, SOURCE, assert_same_state, result_of, settings, train_here
 
 TOKEN = "hf_" + "q7Zp" * 8
 SEALED_OFF = """
@@ -50,7 +50,7 @@ def test_training_needs_no_network_runs_no_code_from_files_and_writes_no_secret(
     }
     flags = settings(output, data__path=store, evaluation__every=EVERY, **evaluate)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"PYTHONPATH": str(REPOSITORY / "src"), "HF_TOKEN": TOKEN, "WANDB_API_KEY": TOKEN}
+    environment |= {"PYTHONPATH": str(SOURCE), "HF_TOKEN": TOKEN, "WANDB_API_KEY": TOKEN}
     command = [*sealed_off(), sys.executable, "-c", SEALED_OFF, *flags]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250, check=False

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from draftline import faults
 from draftline.faults import Fault
-from tests.faults.real_runs import REPOSITORY, metrics_of, result_of, settings
+from tests.faults.real_runs import SOURCE, metrics_of, result_of, settings
 
 
 def start(flags: list[str], folder: Path, *armed: Fault, stall_s: float = 60) -> subprocess.Popen[str]:
     environment = os.environ | {
-        "PYTHONPATH": f"{REPOSITORY / 'src'}",
+        "PYTHONPATH": str(SOURCE),
         faults.VARIABLE: json.dumps([fault.model_dump() for fault in armed]),
     }
     command = [sys.executable, "-m", "draftline", "train", *flags, f"--deadlines.stall-timeout-s={stall_s}"]
