@@ -123,7 +123,7 @@ def test_bytes_that_are_not_utf8_are_a_broken_line(tmp_path):
         ("a.json", b'{"prompt": "x"}', "not a list of conversations"),
         ("a.json", b"{", "is not valid JSON"),
         ("a.parquet", b"PAR1 not really", "damaged or cut short"),
-        ("a.jsonl.gz", gzip.compress("\n".join(LINES).encode())[:-20], "damaged or cut short"),
+        ("a.jsonl.gz", gzip.compress("\n".join(LINES).encode(), mtime=0)[:-20], "damaged or cut short"),
         ("a.jsonl.gz", b"plain text", "damaged or cut short"),
     ],
 )
