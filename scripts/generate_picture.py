@@ -14,9 +14,9 @@ from rich.console import Console
 
 from draftline.commands import answer_limit, load_pair
 from draftline.config import TargetConfig
-from draftline.decode import decode_events
-from draftline.prompts import chat_prompt
-from draftline.render import print_answer
+from draftline.decoding.decode import decode_events
+from draftline.decoding.prompts import chat_prompt
+from draftline.decoding.render import print_answer
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "generate.svg"
 QUESTIONS = ("What is 448 + 294?", "Compose a note from Irma to Felix about the mill.")

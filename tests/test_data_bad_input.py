@@ -24,7 +24,7 @@ from draftline.data.rows import row_from_documents
 from draftline.data.sampling import Sampling
 from draftline.data.store import TokenStore, open_store
 from draftline.errors import CheckpointError, ConfigError, DataError
-from draftline.published import spec_from_config
+from draftline.serving.published import spec_from_config
 from draftline.target.inspect import resolve_mask_token_id
 from draftline.target.load import load_target
 from tests.data_tokenizer import CHATML, OPENS_THINK, REWRITING, TAGGED, make_tokenizer

@@ -8,11 +8,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from draftline.acceptance import Walk, acceptance, walk
+from draftline.decoding.acceptance import Walk, acceptance, walk
+from draftline.decoding.evaluate import Prompt, compare, evaluate, reference_answers
+from draftline.decoding.greedy import CachedTarget, Limit, greedy
 from draftline.drafter.draft import BlockDrafter
 from draftline.errors import DataError
-from draftline.evaluate import Prompt, compare, evaluate, reference_answers
-from draftline.greedy import CachedTarget, Limit, greedy
 from draftline.metrics import eval_metrics
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
 

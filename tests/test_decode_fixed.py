@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftline.advice import time_steps
-from draftline.decode import decode
+from draftline.decoding.advice import time_steps
+from draftline.decoding.decode import decode
+from draftline.decoding.evaluate import Prompt, compare, reference_answers
+from draftline.decoding.fixed import FixedDecoding, FixedTarget
+from draftline.decoding.greedy import CachedTarget, Limit, greedy
+from draftline.decoding.measure import measure
+from draftline.decoding.sampling import Sampled
 from draftline.errors import ConfigError
-from draftline.evaluate import Prompt, compare, reference_answers
-from draftline.fixed import FixedDecoding, FixedTarget
-from draftline.greedy import CachedTarget, Limit, greedy
-from draftline.measure import measure
-from draftline.sampling import Sampled
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
 
 ATTENDING = ("qwen3", "llama", "gemma3")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftline.decode import decode
-from draftline.greedy import CachedTarget, Limit, greedy, tapping
+from draftline.decoding.decode import decode
+from draftline.decoding.greedy import CachedTarget, Limit, greedy, tapping
 from draftline.target.forward import decoder_layers
 from tests.oracles.huggingface import assistant, generate
 from tests.oracles.targets import FAMILIES, random_prompts, random_target, taught_drafter

@@ -10,8 +10,8 @@ import torch
 
 from draftline.data.document import Document
 from draftline.data.rows import RowShape, RowSource, row_from_documents
+from draftline.decoding.greedy import CachedTarget
 from draftline.errors import ConfigError
-from draftline.greedy import CachedTarget
 from draftline.parity import TOLERANCE, prove_parity, prove_start, prove_taps
 from tests.oracles.targets import FAMILIES, fitting_spec, random_target
 from tests.pipeline_fixtures import make_job

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftline.decode import decode
+from draftline.decoding.decode import decode
+from draftline.decoding.greedy import CachedTarget, Limit
+from draftline.decoding.sampling import Greedy, Sampled, leading_run
 from draftline.errors import ConfigError
-from draftline.greedy import CachedTarget, Limit
-from draftline.sampling import Greedy, Sampled, leading_run
 from tests.oracles.targets import VOCABULARY, fitting_drafter, random_target, taught_drafter
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftline.decode import Prefilled, Verified, decode, decode_events
+from draftline.decoding.decode import Prefilled, Verified, decode, decode_events
+from draftline.decoding.evaluate import Prompt, Reference, replay
+from draftline.decoding.greedy import Limit, greedy, greedy_batch
 from draftline.errors import DataError
-from draftline.evaluate import Prompt, Reference, replay
-from draftline.greedy import Limit, greedy, greedy_batch
 from tests.oracles.targets import FAMILIES, fitting_drafter, random_prompts, random_target, taught_drafter
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}

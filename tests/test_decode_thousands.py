@@ -11,9 +11,9 @@ from draftline.cli import parse_run
 from draftline.commands import load_pair
 from draftline.config import TargetConfig
 from draftline.console import Screen
-from draftline.decode import decode
-from draftline.greedy import Limit
-from draftline.prompts import load_prompts
+from draftline.decoding.decode import decode
+from draftline.decoding.greedy import Limit
+from draftline.decoding.prompts import load_prompts
 from draftline.run import train
 from tests.test_cli import changed
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftline.ending import exit_code, explained, failed
 from draftline.errors import (
     Blame,
     ConfigError,
@@ -20,6 +19,7 @@ from draftline.errors import (
     blame,
     blame_of,
 )
+from draftline.resilience.ending import exit_code, explained, failed
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from draftline.decoding.evaluate import Prompt
+from draftline.decoding.evaluator import Evaluator
+from draftline.decoding.greedy import Limit
 from draftline.drafter.model import Drafter
 from draftline.errors import Blame, StallError, blame_of
-from draftline.evaluate import Prompt
-from draftline.evaluator import Evaluator
-from draftline.faults import Fault, InjectedFaultError, armed
-from draftline.greedy import Limit
+from draftline.resilience.faults import Fault, InjectedFaultError, armed
 from tests.pipeline_fixtures import SPEC, tiny_target
 
 WEIGHTS = Drafter(SPEC).state_dict()

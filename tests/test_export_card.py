@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from draftline.acceptance import Walk, acceptance
-from draftline.advice import Timings, block_sizes, predict_speedups, time_steps, warnings
-from draftline.card import model_card, serve_lines
-from draftline.evaluate import Comparison, Evaluation
+from draftline.decoding.acceptance import Walk, acceptance
+from draftline.decoding.advice import Timings, block_sizes, predict_speedups, time_steps, warnings
+from draftline.decoding.evaluate import Comparison, Evaluation
+from draftline.serving.card import model_card, serve_lines
 from tests.oracles.targets import random_target
 from tests.oracles.tiny import tiny_spec
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from draftline.errors import CheckpointError, ConfigError
-from draftline.export import config_json, export_drafter, prove_export, serving_tensors
-from draftline.importing import load_drafter
+from draftline.serving.export import config_json, export_drafter, prove_export, serving_tensors
+from draftline.serving.importing import load_drafter
 from tests.oracles.tiny import FULL, MIXED, packed_row, random_drafter, row_hidden, tiny_spec
 from tests.oracles.zlab import dflash_model, zlab_block
 

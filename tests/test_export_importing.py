@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftline.errors import CheckpointError
-from draftline.export import config_json, export_drafter
-from draftline.importing import load_drafter, refuse_misfit
-from draftline.published import spec_from_config
+from draftline.serving.export import config_json, export_drafter
+from draftline.serving.importing import load_drafter, refuse_misfit
+from draftline.serving.published import spec_from_config
 from tests.oracles.targets import fitting_spec, random_target
 from tests.oracles.tiny import random_drafter, tiny_spec
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftline.decoding.evaluate import Prompt, evaluate, reference_answers
+from draftline.decoding.greedy import Limit
 from draftline.errors import CheckpointError
-from draftline.evaluate import Prompt, evaluate, reference_answers
-from draftline.export import export_drafter, export_speculators
-from draftline.export_proof import prove_on_target
-from draftline.greedy import Limit
-from draftline.importing import load_drafter
-from draftline.speculators import Verifier
+from draftline.serving.export import export_drafter, export_speculators
+from draftline.serving.export_proof import prove_on_target
+from draftline.serving.importing import load_drafter
+from draftline.serving.speculators import Verifier
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from draftline.errors import ConfigError
-from draftline.export import export_speculators
-from draftline.importing import load_drafter
-from draftline.speculators import Verifier, speculators_config_json
+from draftline.serving.export import export_speculators
+from draftline.serving.importing import load_drafter
+from draftline.serving.speculators import Verifier, speculators_config_json
 from tests.oracles.tiny import FULL, MIXED, random_drafter, tiny_spec
 
 VERIFIER = Verifier("owner/model", ("Qwen3ForCausalLM",))

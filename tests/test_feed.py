@@ -13,8 +13,8 @@ import torch
 from draftline.data.feed import ROWS_AHEAD, RowFeed, RowLoader
 from draftline.data.rows import Row, RowSource
 from draftline.errors import StallError
-from draftline.faults import Fault, InjectedFaultError, armed
 from draftline.pipeline.supervise import Abort, AbortedError, Supervisor
+from draftline.resilience.faults import Fault, InjectedFaultError, armed
 from tests.row_examples import shape, store_of_lengths
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftline.errors import CheckpointError
-from draftline.gguf import read_gguf
+from draftline.smollm2.gguf import read_gguf
 from tests.gguf_files import gguf_bytes
 
 BLOCK = 32

@@ -8,9 +8,9 @@ import torch
 
 from draftline.config import DeadlineConfig, OptimConfig
 from draftline.drafter.worker import StepRecord
-from draftline.faults import Fault, armed
 from draftline.pipeline.engine import Engine
 from draftline.pipeline.state import ShardState
+from draftline.resilience.faults import Fault, armed
 from tests.pipeline_fixtures import colocated, make_job, run_job
 
 

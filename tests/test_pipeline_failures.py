@@ -14,10 +14,10 @@ from draftline.config import DeadlineConfig, OptimConfig
 from draftline.data.rows import Row, RowSource
 from draftline.drafter.worker import StepRecord
 from draftline.errors import Blame, ConfigError, NonFiniteError, StallError, blame_of
-from draftline.faults import Fault, InjectedFaultError, armed
 from draftline.pipeline.engine import Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, join_shards
+from draftline.resilience.faults import Fault, InjectedFaultError, armed
 from tests.pipeline_fixtures import MemoryStore, colocated, make_job, run_job
 
 WITHIN_S = 5.0

@@ -8,14 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftline import planning
 from draftline.cli import app, parse_plan
 from draftline.errors import ConfigError
 from draftline.paths import builtin_conversations
+from draftline.pipeline import planning
 from draftline.pipeline.memory import device_memory
 from draftline.pipeline.placement import GIB
 from draftline.pipeline.plan import make_plan
-from draftline.planning import Hardware, propose, refuse_what_cannot_fit, resolve_placement, run_costs
+from draftline.pipeline.planning import (
+    Hardware,
+    propose,
+    refuse_what_cannot_fit,
+    resolve_placement,
+    run_costs,
+)
 from draftline.setup import check_target
 from draftline.target.load import read_target_config
 

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from draftline.decoding.prompts import load_prompts
 from draftline.embedded import embedded_path
 from draftline.errors import ConfigError, DataError
-from draftline.prompts import load_prompts
 
 SWITCHED = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

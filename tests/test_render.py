@@ -9,9 +9,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftline.decode import Prefilled, Verified
+from draftline.decoding.decode import Prefilled, Verified
+from draftline.decoding.render import ACCEPTED, OWN, REJECTED, print_answer, styled_steps
 from draftline.embedded import embedded_path
-from draftline.render import ACCEPTED, OWN, REJECTED, print_answer, styled_steps
 
 
 @pytest.fixture(scope="module")

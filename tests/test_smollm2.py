@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftline.errors import CheckpointError
-from draftline.gguf import read_gguf
-from draftline.llama_gguf import convert, with_generation_tags
-from draftline.smollm2 import FOLDER, prepare_smollm2
+from draftline.smollm2.gguf import read_gguf
+from draftline.smollm2.llama_gguf import convert, with_generation_tags
+from draftline.smollm2.wheel import FOLDER, prepare_smollm2
 from tests.gguf_files import gguf_bytes
 
 GGUF_VARIABLE = "DRAFTLINE_SMOLLM2_GGUF"

@@ -26,7 +26,7 @@ from transformers import (
 from draftline.config import DrafterConfig, DrafterSpec
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
-from draftline.export import config_json
+from draftline.serving.export import config_json
 from draftline.target.inspect import (
     default_target_layer_ids,
     resolve_mask_token_id,

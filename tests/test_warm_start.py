@@ -14,11 +14,11 @@ from draftline.cli import parse_run
 from draftline.config import DrafterConfig
 from draftline.console import Screen
 from draftline.errors import CheckpointError, ConfigError
-from draftline.export import export_drafter, export_speculators
-from draftline.importing import load_drafter
 from draftline.run import train
-from draftline.speculators import Verifier
-from draftline.warm_start import load_warm_start
+from draftline.serving.export import export_drafter, export_speculators
+from draftline.serving.importing import load_drafter
+from draftline.serving.speculators import Verifier
+from draftline.serving.warm_start import load_warm_start
 from tests.oracles.tiny import random_drafter, tiny_spec
 from tests.test_cli import SETTINGS
 

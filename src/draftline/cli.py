@@ -28,8 +28,8 @@ from draftline.data.options import (
 )
 from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
-from draftline.monitor import run_monitored, start_heartbeat
 from draftline.options import GenerateOptions, MeasureOptions
+from draftline.resilience.monitor import run_monitored, start_heartbeat
 
 
 def _sentence(error: cyclopts.CycloptsError) -> str:
@@ -63,7 +63,7 @@ def main() -> None:
         print("draftline: interrupted before training began; nothing was lost", file=sys.stderr)
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - a full disk, no memory, or a bug: its traceback is the report
-        from draftline.ending import explained  # noqa: PLC0415 - a parent process that only waits needs no torch
+        from draftline.resilience.ending import explained  # noqa: PLC0415 - a parent process that only waits needs no torch
 
         known = explained(error)
         if isinstance(known, DraftlineError):
@@ -75,7 +75,7 @@ def main() -> None:
 def _arm_faults() -> None:
     """Tests of real processes make faults happen by `DRAFTLINE_FAULTS` (faults.py)."""
     if "DRAFTLINE_FAULTS" in os.environ:
-        from draftline.faults import arm_from_environment  # noqa: PLC0415 - imports torch
+        from draftline.resilience.faults import arm_from_environment  # noqa: PLC0415 - imports torch
 
         arm_from_environment(os.environ)
 
@@ -379,7 +379,7 @@ def evaluate(
         Print one JSON object.
     """
     from draftline.commands import evaluate_drafter  # noqa: PLC0415 - transformers takes seconds to import
-    from draftline.measure import print_measurement  # noqa: PLC0415
+    from draftline.decoding.measure import print_measurement  # noqa: PLC0415
 
     measured = evaluate_drafter(drafter, prompts, _target(target, dtype), options)
     if json_output:
@@ -445,8 +445,8 @@ def replay(folder: Path, *, json_output: JsonFlag = False) -> None:
     json_output
         Print one JSON object.
     """
-    from draftline.replay import describe, to_json  # noqa: PLC0415 - transformers takes seconds to import
-    from draftline.replay import replay as compute_again  # noqa: PLC0415
+    from draftline.resilience.replay import describe, to_json  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.resilience.replay import replay as compute_again  # noqa: PLC0415
 
     outcome = compute_again(folder)
     print(json.dumps(to_json(outcome)) if json_output else "\n".join(describe(outcome)))

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftline.card import Format, model_card, serve_lines
 from draftline.config import TargetConfig
-from draftline.decode import decode_events
+from draftline.decoding.decode import decode_events
+from draftline.decoding.evaluate import Reference, reference_answers
+from draftline.decoding.greedy import Limit
+from draftline.decoding.measure import Measurement, measure
+from draftline.decoding.prompts import chat_prompt, load_prompts
+from draftline.decoding.render import print_answer
+from draftline.decoding.sampling import Choice, Greedy, Sampled
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
-from draftline.evaluate import Reference, reference_answers
-from draftline.export import export_drafter, export_speculators
-from draftline.export_proof import Proof, prove_on_target
-from draftline.greedy import Limit
-from draftline.importing import find_drafter, load_drafter, refuse_misfit
-from draftline.measure import Measurement, measure
 from draftline.options import GenerateOptions, MeasureOptions
 from draftline.pipeline.plan import available_devices
-from draftline.prompts import chat_prompt, load_prompts
-from draftline.render import print_answer
-from draftline.sampling import Choice, Greedy, Sampled
-from draftline.speculators import Verifier
+from draftline.serving.card import Format, model_card, serve_lines
+from draftline.serving.export import export_drafter, export_speculators
+from draftline.serving.export_proof import Proof, prove_on_target
+from draftline.serving.importing import find_drafter, load_drafter, refuse_misfit
+from draftline.serving.speculators import Verifier
 from draftline.target.inspect import stop_token_ids
 from draftline.target.load import Target, load_target, resolve_path
 

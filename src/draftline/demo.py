@@ -21,16 +21,16 @@ from rich.table import Table
 from draftline.commands import answer_limit, load_pair
 from draftline.config import RunConfig
 from draftline.console import Screen
-from draftline.decode import decode_events
+from draftline.decoding.decode import decode_events
+from draftline.decoding.evaluate import Comparison, Evaluation, Prompt, compare
+from draftline.decoding.greedy import Limit
+from draftline.decoding.prompts import load_prompts
+from draftline.decoding.render import print_answer
 from draftline.drafter.model import Drafter
-from draftline.evaluate import Comparison, Evaluation, Prompt, compare
-from draftline.greedy import Limit
 from draftline.pipeline.plan import available_devices
-from draftline.prompts import load_prompts
-from draftline.render import print_answer
 from draftline.run import train
 from draftline.session import Trained
-from draftline.smollm2_demo import with_own_answers
+from draftline.smollm2.own_answers import with_own_answers
 from draftline.target.load import Target
 
 NUM_COMPARED = {"tiny": 12, "smollm2": 4}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from draftline.decoding.evaluate import Evaluation
 from draftline.drafter.stats import StepStats
 from draftline.drafter.worker import StepRecord
-from draftline.evaluate import Evaluation
-from draftline.fsio import FileSystem, replace_bytes
+from draftline.resilience.fsio import FileSystem, replace_bytes
 
 METRICS = "metrics.jsonl"
 

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from draftline.config import DrafterSpec
 from draftline.data.rows import Row
+from draftline.decoding.greedy import CachedTarget
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions, block_token_ids
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.mask import block_mask_dense
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
-from draftline.greedy import CachedTarget
 from draftline.pipeline.job import Job
 from draftline.target.forward import TappedForward, share_weights
 from draftline.target.load import Target

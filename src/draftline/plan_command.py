@@ -9,7 +9,7 @@ from rich.table import Table
 
 from draftline.config import RunConfig
 from draftline.pipeline.placement import GIB, Option
-from draftline.planning import Hardware, Proposal, hardware_here, propose
+from draftline.pipeline.planning import Hardware, Proposal, hardware_here, propose
 from draftline.setup import check_target
 from draftline.target.load import read_target_config
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from draftline import faults
 from draftline.config import RunConfig
 from draftline.console import Screen
-from draftline.ending import explained, failed
-from draftline.folder import RunFolder
-from draftline.result import RESULT, RunResult, write_result
+from draftline.resilience import faults
+from draftline.resilience.ending import explained, failed
+from draftline.resilience.folder import RunFolder
+from draftline.resilience.result import RESULT, RunResult, write_result
+from draftline.resilience.signals import StopOnSignal, ended_by_sigterm
 from draftline.session import Session, Trained
 from draftline.setup import prepare_job
-from draftline.signals import StopOnSignal, ended_by_sigterm
 
 
 def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Trained:

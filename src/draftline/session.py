@@ -11,30 +11,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftline.badstep import saved_for_replay
-from draftline.card import model_card
 from draftline.checkpoint import Checkpointer, Loaded, Snapshot, read_checkpoint
 from draftline.checkpoint.layout import checkpoint_name
 from draftline.config import DrafterSpec, RunConfig
 from draftline.console import Bar, Screen
+from draftline.decoding.evaluate import Evaluation
+from draftline.decoding.evaluator import Evaluator
+from draftline.decoding.greedy import Limit
+from draftline.decoding.prompts import load_prompts
 from draftline.drafter.model import Drafter
 from draftline.drafter.stats import read_stats
 from draftline.drafter.worker import StepRecord
 from draftline.errors import DiskFullError
-from draftline.evaluate import Evaluation
-from draftline.evaluator import Evaluator
-from draftline.export import config_json, export_drafter, serving_tensors
-from draftline.folder import CHECKPOINTS
-from draftline.greedy import Limit
 from draftline.metrics import MetricsLog, Progress, eval_metrics, train_metrics
 from draftline.paths import EXPORT
 from draftline.pipeline.engine import BadStep, Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, TrainingState, join_shards
-from draftline.prompts import load_prompts
+from draftline.resilience.badstep import saved_for_replay
+from draftline.resilience.folder import CHECKPOINTS
+from draftline.resilience.signals import StopOnSignal
+from draftline.resilience.watchdog import Starvation
+from draftline.serving.card import model_card
+from draftline.serving.export import config_json, export_drafter, serving_tensors
 from draftline.setup import Prepared
-from draftline.signals import StopOnSignal
-from draftline.watchdog import Starvation
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"

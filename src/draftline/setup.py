@@ -21,12 +21,12 @@ from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
 from draftline.pipeline.job import Job, max_documents, row_shape
 from draftline.pipeline.plan import make_plan
+from draftline.pipeline.planning import refuse_what_cannot_fit, resolve_placement
 from draftline.pipeline.schedule import Schedule
-from draftline.planning import refuse_what_cannot_fit, resolve_placement
+from draftline.serving.warm_start import WarmStart, load_warm_start
 from draftline.target.inspect import resolve_spec, stop_token_ids
 from draftline.target.load import load_target, load_tokenizer, read_target_config, text_config
 from draftline.target.selftest import choose_form
-from draftline.warm_start import WarmStart, load_warm_start
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from torch import nn
 from draftline import __version__
 from draftline.commands import load_pair
 from draftline.config import TargetConfig
-from draftline.decode import decode
+from draftline.decoding.decode import decode
+from draftline.decoding.evaluate import Prompt, Reference, replay
+from draftline.decoding.greedy import CachedTarget, Limit
+from draftline.decoding.sampling import leading_run
 from draftline.drafter.model import Drafter
-from draftline.evaluate import Prompt, Reference, replay
-from draftline.greedy import CachedTarget, Limit
-from draftline.sampling import leading_run
 from draftline.target.load import Target
 from tests.engines.rows import as_json
 from tests.engines.vllm_case import per_position, steps_within

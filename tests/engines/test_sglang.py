@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftline.export import export_drafter
+from draftline.serving.export import export_drafter
 from tests.engines.sglang_source import load_poisoned, load_sglang, sglang_block
 from tests.oracles.tiny import FULL, MIXED, packed_row, random_drafter, row_hidden, tiny_spec
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from draftline.commands import load_pair
 from draftline.config import TargetConfig
-from draftline.decode import decode
-from draftline.export import export_drafter, export_speculators
-from draftline.greedy import Limit
-from draftline.importing import load_drafter
-from draftline.prompts import load_prompts
-from draftline.speculators import Verifier
+from draftline.decoding.decode import decode
+from draftline.decoding.greedy import Limit
+from draftline.decoding.prompts import load_prompts
+from draftline.serving.export import export_drafter, export_speculators
+from draftline.serving.importing import load_drafter
+from draftline.serving.speculators import Verifier
 from draftline.target.load import read_target_config, resolve_path
 
 

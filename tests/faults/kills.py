@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from draftline.faults import Fault
+from draftline.resilience.faults import Fault
 from tests.faults.real_runs import (
     EVERY,
     ROWS_PER_STEP,

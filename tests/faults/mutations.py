@@ -82,12 +82,14 @@ SYNCS = [
         "    for name in old",
         CRASH,
     ),
-    Mutation("sync of a small file", "fsio.py", "    fs.sync_file(temporary)\n", "", CRASH),
-    Mutation("sync of its new name", "fsio.py", "    fs.sync_folder(path.parent)\n", "", CRASH),
-    Mutation("sync of new parents", "fsio.py", "        fs.sync_folder(folder.parent)\n", "", CRASH),
+    Mutation("sync of a small file", "resilience/fsio.py", "    fs.sync_file(temporary)\n", "", CRASH),
+    Mutation("sync of its new name", "resilience/fsio.py", "    fs.sync_folder(path.parent)\n", "", CRASH),
+    Mutation(
+        "sync of new parents", "resilience/fsio.py", "        fs.sync_folder(folder.parent)\n", "", CRASH
+    ),
     Mutation(
         "fsync itself",
-        "fsio.py",
+        "resilience/fsio.py",
         "        os.fsync(descriptor)\n",
         "        pass\n",
         "faults/test_real_syncs.py",
@@ -111,7 +113,9 @@ SYNCS = [
 CHECKS = [
     Mutation("SHA-256 of files", MANIFEST, "if sha256_hex(data) != entry.sha256:", "if False:", DAMAGE),
     Mutation("size of files", MANIFEST, "if len(data) != entry.bytes:", "if False:", DAMAGE),
-    Mutation("seal of the manifest", "sealed.py", "if not _is_sealed(body, data):", "if False:", DAMAGE),
+    Mutation(
+        "seal of the manifest", "resilience/sealed.py", "if not _is_sealed(body, data):", "if False:", DAMAGE
+    ),
     Mutation(
         "step of the manifest",
         RESTORE,
@@ -125,9 +129,13 @@ CHECKS = [
         "names in the manifest", MANIFEST, "            plain_name(name)\n", "            pass\n", UNTRUSTED
     ),
     Mutation(
-        "regular files only", "names.py", "if not stat.S_ISREG(status.st_mode):", "if False:", UNTRUSTED
+        "regular files only",
+        "resilience/names.py",
+        "if not stat.S_ISREG(status.st_mode):",
+        "if False:",
+        UNTRUSTED,
     ),
-    Mutation("largest size", "names.py", "if status.st_size > max_bytes:", "if False:", UNTRUSTED),
+    Mutation("largest size", "resilience/names.py", "if status.st_size > max_bytes:", "if False:", UNTRUSTED),
     Mutation("linked checkpoint", RESTORE, "if folder.is_symlink():", "if False:", UNTRUSTED),
     Mutation("quarantine", RESTORE, "    fs.rename(root / name, place)\n", "", DAMAGE),
     Mutation(
@@ -140,7 +148,11 @@ CHECKS = [
     Mutation("newest first", RESTORE, "in reversed(steps_in(root))", "in steps_in(root)", DAMAGE),
     Mutation("trouble is not damage", RESTORE, "if error.errno in _BROKEN:", "if True:", DAMAGE),
     Mutation(
-        "links are not followed when deleting", "fsio.py", "if path.is_symlink() or not", "if not", UNTRUSTED
+        "links are not followed when deleting",
+        "resilience/fsio.py",
+        "if path.is_symlink() or not",
+        "if not",
+        UNTRUSTED,
     ),
     Mutation(
         "leftovers are cleared",
@@ -159,7 +171,7 @@ CHECKS = [
         BACKGROUND,
     ),
     Mutation("step written twice", SAVER, "if any(step >= snapshot.step for", "if any(False for", BACKGROUND),
-    Mutation("free space", "fsio.py", "if free < 2 * size:", "if False:", FULL),
+    Mutation("free space", "resilience/fsio.py", "if free < 2 * size:", "if False:", FULL),
     Mutation(
         "secrets in manifests",
         MANIFEST,
@@ -169,14 +181,18 @@ CHECKS = [
     ),
     Mutation(
         "secrets in results",
-        "result.py",
+        "resilience/result.py",
         'redact(result.model_dump(mode="json"))',
         'result.model_dump(mode="json")',
         RESULT,
     ),
     Mutation("readable weights", "checkpoint/files.py", "        path.chmod(mode)\n", "", BACKGROUND),
     Mutation(
-        "faults fire once", "faults.py", "                    self._waiting.remove(fault)\n", "", POINTS
+        "faults fire once",
+        "resilience/faults.py",
+        "                    self._waiting.remove(fault)\n",
+        "",
+        POINTS,
     ),
 ]
 
@@ -210,7 +226,7 @@ ABORTS = [
         "            pass\n",
         FULL,
     ),
-    Mutation("disk full is told", "fsio.py", "if error.errno in _FULL:", "if False:", FULL),
+    Mutation("disk full is told", "resilience/fsio.py", "if error.errno in _FULL:", "if False:", FULL),
     Mutation(
         "errno of safetensors",
         "checkpoint/files.py",
@@ -220,68 +236,80 @@ ABORTS = [
     ),
     Mutation(
         "lock of the folder",
-        "folder.py",
+        "resilience/folder.py",
         "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "        pass\n",
         FOLDER,
     ),
     Mutation(
         "owner on another host",
-        "folder.py",
+        "resilience/folder.py",
         "            _require_no_distant_owner(self.path, self._owner.host, self._beat_s)\n",
         "",
         FOLDER,
     ),
     Mutation(
         "heartbeat of the owner",
-        "folder.py",
+        "resilience/folder.py",
         "                os.utime(self.path / OWNER)\n",
         "                pass\n",
         FOLDER,
     ),
-    Mutation("lock not inherited by forks", "folder.py", "        _held.add(descriptor)\n", "", FOLDER),
     Mutation(
-        "signal sets the flag", "signals.py", "        self._signal = signal.Signals(number)\n", "", SIGNAL
+        "lock not inherited by forks", "resilience/folder.py", "        _held.add(descriptor)\n", "", FOLDER
     ),
-    Mutation("second signal", "signals.py", "            os._exit(1)\n", "            return\n", SIGNAL),
+    Mutation(
+        "signal sets the flag",
+        "resilience/signals.py",
+        "        self._signal = signal.Signals(number)\n",
+        "",
+        SIGNAL,
+    ),
+    Mutation(
+        "second signal", "resilience/signals.py", "            os._exit(1)\n", "            return\n", SIGNAL
+    ),
     Mutation(
         "handlers restored",
-        "signals.py",
+        "resilience/signals.py",
         "            signal.signal(number, handler)\n",
         "            pass\n",
         SIGNAL,
     ),
     Mutation(
         "dead monitor",
-        "monitor.py",
+        "resilience/monitor.py",
         "        os.kill(os.getpid(), signal.SIGTERM)\n",
         "        return\n",
         MONITOR,
     ),
     Mutation(
         "signals passed on",
-        "monitor.py",
+        "resilience/monitor.py",
         "        else:\n            self._process.send_signal(number)\n",
         "",
         MONITOR,
     ),
-    Mutation("own session", "monitor.py", "            start_new_session=True,\n", "", MONITOR),
+    Mutation("own session", "resilience/monitor.py", "            start_new_session=True,\n", "", MONITOR),
     Mutation(
         "children killed",
-        "monitor.py",
+        "resilience/monitor.py",
         "            os.killpg(self._process.pid, signal.SIGKILL)",
         "            pass",
         MONITOR,
     ),
     Mutation(
         "stacks before the kill",
-        "monitor.py",
+        "resilience/monitor.py",
         "            self._process.send_signal(signal.SIGUSR1)",
         "            pass",
         MONITOR,
     ),
     Mutation(
-        "signal that killed the trainer", "monitor.py", "    if child.code < 0:\n", "    if False:\n", MONITOR
+        "signal that killed the trainer",
+        "resilience/monitor.py",
+        "    if child.code < 0:\n",
+        "    if False:\n",
+        MONITOR,
     ),
 ]
 
@@ -295,16 +323,24 @@ DEADLINES = [
     ),
     Mutation(
         "stall of a worker",
-        "watchdog.py",
+        "resilience/watchdog.py",
         "if now - beat.since > (beat.patience_s or timeout_s)]",
         "if False]",
         WATCHDOG,
     ),
     Mutation(
-        "stall of the trainer", "monitor.py", "if time.monotonic() > heard + silence_s:", "if False:", MONITOR
+        "stall of the trainer",
+        "resilience/monitor.py",
+        "if time.monotonic() > heard + silence_s:",
+        "if False:",
+        MONITOR,
     ),
     Mutation(
-        "stuck after two signals", "monitor.py", "if time.monotonic() > self._kill_at:", "if False:", MONITOR
+        "stuck after two signals",
+        "resilience/monitor.py",
+        "if time.monotonic() > self._kill_at:",
+        "if False:",
+        MONITOR,
     ),
 ]
 
@@ -566,15 +602,21 @@ RUN = [
     ),
     Mutation(
         "deadline of an evaluation",
-        "evaluator.py",
+        "decoding/evaluator.py",
         "        self._thread.join(seconds)\n        if self._thread.is_alive():\n",
         "        self._thread.join()\n        if self._thread.is_alive():\n",
         EVALUATOR,
     ),
-    Mutation("evaluation leaves a failed run", "evaluator.py", "        self._leave.set()\n", "", EVALUATOR),
+    Mutation(
+        "evaluation leaves a failed run",
+        "decoding/evaluator.py",
+        "        self._leave.set()\n",
+        "",
+        EVALUATOR,
+    ),
     Mutation(
         "error of an evaluation",
-        "evaluator.py",
+        "decoding/evaluator.py",
         "            self._results.put(error)\n",
         "            pass\n",
         EVALUATOR,

@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 import draftline
-from draftline import faults
 from draftline.cli import parse_run
 from draftline.console import Screen
-from draftline.ending import exit_code, explained
-from draftline.faults import Fault
+from draftline.resilience import faults
+from draftline.resilience.ending import exit_code, explained
+from draftline.resilience.faults import Fault
 from draftline.run import train
 
 REPOSITORY = Path(__file__).parents[2]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftline import faults
 from draftline.checkpoint import Best, Checkpointer, Snapshot, layout
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.errors import Blame, CheckpointError, DiskFullError, StallError, blame_of
-from draftline.faults import Fault, InjectedFaultError
-from draftline.folder import newest_checkpoint
+from draftline.resilience import faults
+from draftline.resilience.faults import Fault, InjectedFaultError
+from draftline.resilience.folder import newest_checkpoint
 from tests.faults.snapshots import IDENTITY, assert_is_step, checkpointer, resume, save_steps, snapshot
 
 

@@ -15,7 +15,7 @@ import pytest
 from draftline.checkpoint import Checkpointer, Identity, read_checkpoint
 from draftline.checkpoint.manifest import MANIFEST, decode_manifest
 from draftline.errors import CheckpointError, ConfigError
-from draftline.sealed import DamagedError, seal, unseal
+from draftline.resilience.sealed import DamagedError, seal, unseal
 from tests.faults.snapshots import IDENTITY, assert_is_step, checkpointer, resume, save_steps, snapshot
 
 FILES = ["model.safetensors", "optimizer.safetensors", "config.json", MANIFEST]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from draftline import faults
 from draftline.checkpoint import layout
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.errors import CheckpointError, DiskFullError
-from draftline.faults import Fault
+from draftline.resilience import faults
+from draftline.resilience.faults import Fault
 from tests.faults.snapshots import assert_is_step, checkpointer, resume, save_steps, snapshot
 
 WRITING_CALLS = ("make_folder", "write_bytes", "write_tensors", "sync_file", "sync_folder", "rename")

@@ -9,7 +9,7 @@ import pytest
 
 from draftline.console import Bar, Screen
 from draftline.errors import DiskFullError
-from draftline.faults import Fault, armed
+from draftline.resilience.faults import Fault, armed
 from tests.faults.real_runs import (
     EVERY,
     STEPS,

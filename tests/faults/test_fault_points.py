@@ -14,10 +14,10 @@ from typing import Literal
 import pytest
 import torch
 
-from draftline import faults
 from draftline.errors import ConfigError
-from draftline.faults import Fault, InjectedFaultError, armed, parse_faults, point
-from draftline.signals import StopOnSignal
+from draftline.resilience import faults
+from draftline.resilience.faults import Fault, InjectedFaultError, armed, parse_faults, point
+from draftline.resilience.signals import StopOnSignal
 
 
 def test_nothing_happens_at_a_point_that_is_not_armed() -> None:
@@ -96,7 +96,7 @@ def test_terminate_sends_the_signal_that_a_scheduler_sends() -> None:
 
 def test_a_process_is_armed_by_its_environment() -> None:
     code = (
-        "import os; from draftline import faults; "
+        "import os; from draftline.resilience import faults; "
         "faults.arm_from_environment(os.environ); faults.point('w', 'p', 2)"
     )
     text = json.dumps([{"worker": "w", "where": "p", "at": 2, "kind": "kill"}])

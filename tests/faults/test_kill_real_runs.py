@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from draftline.faults import Fault
+from draftline.resilience.faults import Fault
 from tests.faults.kills import INSIDE, Killer, kill_many
 from tests.faults.real_runs import EVERY, Trainers, assert_same_state, metrics_of, settings
 

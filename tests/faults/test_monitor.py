@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError
-from draftline.monitor import VARIABLE, run_monitored, start_heartbeat
+from draftline.resilience.monitor import VARIABLE, run_monitored, start_heartbeat
 
 MONITOR = """
 import sys
 from pathlib import Path
-from draftline.monitor import run_monitored
+from draftline.resilience.monitor import run_monitored
 code = run_monitored([sys.executable, "-c", sys.argv[2]], float(sys.argv[1]), Path(sys.argv[3]))
 raise SystemExit(code)
 """
 
 TRAINER = """
 import ctypes, os, signal, sys, time
-from draftline.monitor import start_heartbeat
+from draftline.resilience.monitor import start_heartbeat
 signal.alarm(60)  # whatever the monitor does, this process ends
 start_heartbeat(os.environ)
 def stuck_in_c():
@@ -54,7 +54,7 @@ def test_the_trainers_own_exit_code_is_passed_on(tmp_path: Path, code: int) -> N
 
 
 HANG = """
-from draftline.faults import Fault, armed, point
+from draftline.resilience.faults import Fault, armed, point
 with armed(Fault(worker="target-0", where="forward", at=3, kind="hang")):
     point("target-0", "forward", 3)
 """
@@ -91,7 +91,7 @@ def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
 
 
 STOPS_WHEN_TOLD = """
-from draftline.signals import StopOnSignal
+from draftline.resilience.signals import StopOnSignal
 with StopOnSignal() as stop:
     print(os.getpid(), flush=True)
     while not stop.requested: time.sleep(0.01)
@@ -154,7 +154,7 @@ def test_children_of_the_trainer_do_not_outlive_it(tmp_path: Path) -> None:
 
 
 def test_the_monitor_imports_no_torch() -> None:
-    code = "import sys, draftline.monitor; sys.exit('torch' in sys.modules)"
+    code = "import sys, draftline.resilience.monitor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

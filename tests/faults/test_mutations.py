@@ -26,9 +26,9 @@ def test_no_sync_of_the_durable_state_is_forgotten_in_the_list() -> None:
     mutated = "".join(mutation.old for mutation in MUTATIONS)
     source = REPOSITORY / "src" / "draftline"
     for path in [
-        source / "fsio.py",
-        source / "folder.py",
-        source / "result.py",
+        source / "resilience/fsio.py",
+        source / "resilience/folder.py",
+        source / "resilience/result.py",
         *source.glob("checkpoint/*.py"),
     ]:
         for line in path.read_text().splitlines():

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftline.badstep import read_bad_step
 from draftline.cli import replay as replay_command
 from draftline.drafter.worker import first_bad_row
 from draftline.errors import Blame, CheckpointError, NonFiniteError, blame_of
-from draftline.faults import Fault, armed
-from draftline.replay import describe, replay
+from draftline.resilience.badstep import read_bad_step
+from draftline.resilience.faults import Fault, armed
+from draftline.resilience.replay import describe, replay
 from tests.faults.real_runs import (
     EVERY,
     ROWS_PER_STEP,

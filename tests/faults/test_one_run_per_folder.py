@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import ConfigError, FolderInUseError
-from draftline.folder import OWNER, RunFolder, read_owner
+from draftline.resilience.folder import OWNER, RunFolder, read_owner
 from tests.faults.real_runs import settings, train_here
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from draftline.folder import RunFolder
+from draftline.resilience.folder import RunFolder
 with RunFolder(Path(sys.argv[1]), "first"):
     {inside}
     print("held", flush=True)

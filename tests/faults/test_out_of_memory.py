@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import OutOfMemoryError
-from draftline.faults import Fault, armed
+from draftline.resilience.faults import Fault, armed
 from tests.faults.real_runs import assert_same_state, result_of, settings, train_here
 
 

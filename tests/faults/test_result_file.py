@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draftline.checkpoint import Checkpointer, Identity, Snapshot
-from draftline.redact import redact, redact_argv, redact_text
-from draftline.result import RunResult, write_result
+from draftline.resilience.redact import redact, redact_argv, redact_text
+from draftline.resilience.result import RunResult, write_result
 
 SECRETS = [
     "hf_abcdefghijklmnopqrstuvwxyz0123456789",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import Interrupted
-from draftline.faults import Fault, armed
+from draftline.resilience.faults import Fault, armed
 from tests.faults.real_runs import EVERY, STEPS, assert_same_state, metrics_of, settings, train_here
 
 ORDER = ("progress/step", "progress/tokens_target", "progress/blocks", "train/blocks", "train/lr")

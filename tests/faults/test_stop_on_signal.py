@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from draftline.errors import Interrupted
-from draftline.signals import StopOnSignal
+from draftline.resilience.signals import StopOnSignal
 
 WAIT_FOR_SIGNALS = """
 import time
-from draftline.signals import StopOnSignal
+from draftline.resilience.signals import StopOnSignal
 with StopOnSignal() as stop:
     print("ready", flush=True)
     while not stop.requested:

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from draftline import faults
-from draftline.faults import Fault
+from draftline.resilience import faults
+from draftline.resilience.faults import Fault
 from tests.faults.real_runs import SOURCE, metrics_of, result_of, settings
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from draftline.checkpoint import read_checkpoint
 from draftline.checkpoint.manifest import MANIFEST, decode_manifest
 from draftline.errors import CheckpointError
-from draftline.names import UnsafeNameError, plain_name, read_regular
-from draftline.sealed import DamagedError, seal, unseal
+from draftline.resilience.names import UnsafeNameError, plain_name, read_regular
+from draftline.resilience.sealed import DamagedError, seal, unseal
 from tests.faults.snapshots import assert_is_step, resume, save_steps
 
 HARMFUL = [

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from draftline.errors import Blame, StallError, blame_of
-from draftline.watchdog import LOOK_EVERY_S, Starvation, Watchdog, starving, thread_stacks
+from draftline.resilience.watchdog import LOOK_EVERY_S, Starvation, Watchdog, starving, thread_stacks
 
 
 class Clock:

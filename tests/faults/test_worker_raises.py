@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from draftline.faults import Fault, FaultPlan, InjectedFaultError, armed
+from draftline.resilience.faults import Fault, FaultPlan, InjectedFaultError, armed
 from tests.faults.real_runs import EVERY, ROWS_PER_STEP, STEPS, metrics_of, result_of, settings, train_here
 
 WITHIN_S = 5.0

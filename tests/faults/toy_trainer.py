@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftline.checkpoint import Checkpointer, Identity, Snapshot
-from draftline.folder import RunFolder
+from draftline.resilience.folder import RunFolder
 
 STEPS = 120
 EVERY = 5

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
+from draftline.decoding.greedy import Limit
 from draftline.drafter.model import Drafter
-from draftline.greedy import Limit
 from draftline.target.load import Target
 
 RENAMED = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}

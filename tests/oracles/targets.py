@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from draftline.config import DrafterSpec
+from draftline.decoding.greedy import CachedTarget, Limit, greedy
 from draftline.drafter.blocks import block_token_ids
 from draftline.drafter.model import Drafter
-from draftline.greedy import CachedTarget, Limit, greedy
 from draftline.target.load import Target, wrap_target
 from tests.oracles.tiny import TinyRow, random_drafter, row_hidden
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from draftline.config import DrafterSpec
+from draftline.decoding.greedy import Limit
 from draftline.drafter.model import Drafter
-from draftline.greedy import Limit
 
 dflash_model = pytest.importorskip("dflash.model", reason="oracle: pip install --no-deps dflash==0.1.0")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from draftline.config import Frozen
-from draftline.fsio import FileSystem, replace_bytes
-from draftline.names import read_regular
-from draftline.sealed import DamagedError, seal, unseal
+from draftline.resilience.fsio import FileSystem, replace_bytes
+from draftline.resilience.names import read_regular
+from draftline.resilience.sealed import DamagedError, seal, unseal
 
 BEST = "best.json"
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from draftline import faults
 from draftline.checkpoint.best import Best, write_best
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.checkpoint.layout import checkpoint_name, steps_in
@@ -21,8 +20,9 @@ from draftline.checkpoint.manifest import Identity
 from draftline.checkpoint.restore import Loaded, load_latest
 from draftline.checkpoint.write import Snapshot, retire, write_checkpoint
 from draftline.errors import CheckpointError, DiskFullError, StallError, blame
-from draftline.fsio import disk_failures_explained, make_folders, mib, require_space
-from draftline.watchdog import thread_stacks
+from draftline.resilience import faults
+from draftline.resilience.fsio import disk_failures_explained, make_folders, mib, require_space
+from draftline.resilience.watchdog import thread_stacks
 
 
 class Checkpointer:

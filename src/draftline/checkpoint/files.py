@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftline.fsio import FileSystem
+from draftline.resilience.fsio import FileSystem
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 

@@ -16,9 +16,9 @@ from pydantic import Field, ValidationError
 
 from draftline.config import Frozen
 from draftline.errors import CheckpointError, ConfigError
-from draftline.names import UnsafeNameError, plain_name, read_regular
-from draftline.redact import redact
-from draftline.sealed import DamagedError, canonical, seal, sha256_hex, unseal
+from draftline.resilience.names import UnsafeNameError, plain_name, read_regular
+from draftline.resilience.redact import redact
+from draftline.resilience.sealed import DamagedError, canonical, seal, sha256_hex, unseal
 
 MANIFEST = "manifest.json"
 FORMAT = 1

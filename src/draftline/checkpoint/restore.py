@@ -24,8 +24,8 @@ from draftline.checkpoint.best import BEST, Best, read_best
 from draftline.checkpoint.layout import QUARANTINE, TRASH, checkpoint_name, steps_in
 from draftline.checkpoint.manifest import Identity, Manifest, read_manifest, read_verified, require_same_run
 from draftline.errors import CheckpointError
-from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
-from draftline.sealed import DamagedError
+from draftline.resilience.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
+from draftline.resilience.sealed import DamagedError
 
 _READERS = 4
 """Threads that read and hash: SHA-256 of one file keeps one core busy, the disk feeds several."""

@@ -22,13 +22,13 @@ from typing import Any
 
 from torch import Tensor
 
-from draftline import faults
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.checkpoint.layout import TRASH, checkpoint_name, steps_in
 from draftline.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Identity, Manifest, encode_manifest
-from draftline.fsio import TEMPORARY, FileSystem, remove_tree
-from draftline.names import plain_name
-from draftline.sealed import canonical
+from draftline.resilience import faults
+from draftline.resilience.fsio import TEMPORARY, FileSystem, remove_tree
+from draftline.resilience.names import plain_name
+from draftline.resilience.sealed import canonical
 
 _HASHERS = 4
 """Threads that hash: SHA-256 of one file keeps one core busy."""

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NoReturn
 
-from draftline import faults
 from draftline.data.rows import Row, RowSource
 from draftline.pipeline.supervise import Abort
+from draftline.resilience import faults
 
 ROWS_AHEAD = 3
 """Rows that wait built in front of each worker; building one takes a few milliseconds."""

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.data.feed import RowFeed
 from draftline.data.rows import Row
 from draftline.data.transfer import DeviceRow
 from draftline.errors import StallError
 from draftline.pipeline.channel import Channel
+from draftline.resilience import faults
 from draftline.target.forward import TappedForward
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.config import OptimConfig
 from draftline.drafter.supply import Supply
@@ -18,7 +17,8 @@ from draftline.errors import NonFiniteError, blame
 from draftline.optim import learning_rate
 from draftline.pipeline.reduce import Member, Reducer, StepOutcome
 from draftline.pipeline.schedule import Schedule, StopLine
-from draftline.watchdog import Watchdog
+from draftline.resilience import faults
+from draftline.resilience.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

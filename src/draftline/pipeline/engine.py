@@ -15,7 +15,6 @@ from functools import partial
 
 from torch import Tensor
 
-from draftline import faults
 from draftline.compiling import gate, tripwire
 from draftline.compiling.proof import prepare_profiler
 from draftline.compiling.seal import seal, unseal
@@ -31,8 +30,9 @@ from draftline.pipeline.reduce import Reducer
 from draftline.pipeline.schedule import StopLine
 from draftline.pipeline.state import ShardState
 from draftline.pipeline.supervise import Abort, Supervisor
+from draftline.resilience import faults
+from draftline.resilience.watchdog import Watchdog
 from draftline.target.worker import TargetWorker
-from draftline.watchdog import Watchdog
 
 LOADER_THREADS = 2
 """Host threads that build rows; one alone makes about two million tokens a second."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftline.errors import StallError, blame
-from draftline.watchdog import Watchdog, thread_stacks
+from draftline.resilience.watchdog import Watchdog, thread_stacks
 
 
 class AbortedError(Exception):

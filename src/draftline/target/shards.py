@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import from_json
 
 from draftline.errors import CheckpointError
-from draftline.names import UnsafeNameError, plain_name
+from draftline.resilience.names import UnsafeNameError, plain_name
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

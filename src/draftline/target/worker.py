@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftline import faults
 from draftline.compiling.graphs import Step
 from draftline.data.feed import RowFeed
 from draftline.data.rows import Row
@@ -17,6 +16,7 @@ from draftline.events import DeviceEvent
 from draftline.pipeline.channel import Channel
 from draftline.pipeline.schedule import Schedule
 from draftline.pipeline.supervise import Abort
+from draftline.resilience import faults
 from draftline.target.forward import TappedForward
 
 NUM_STAGES = 2

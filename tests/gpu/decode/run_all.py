@@ -24,13 +24,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tests.oracles.targets import fitting_spec, random_prompts, random_target, taught_drafter  # noqa: E402
 
-from draftline.advice import time_steps  # noqa: E402
-from draftline.decode import decode  # noqa: E402
+from draftline.decoding.advice import time_steps  # noqa: E402
+from draftline.decoding.decode import decode  # noqa: E402
+from draftline.decoding.evaluate import Prompt, compare  # noqa: E402
+from draftline.decoding.fixed import FixedDecoding  # noqa: E402
+from draftline.decoding.greedy import Limit, greedy  # noqa: E402
+from draftline.decoding.sampling import Sampled  # noqa: E402
 from draftline.drafter.model import Drafter  # noqa: E402
-from draftline.evaluate import Prompt, compare  # noqa: E402
-from draftline.fixed import FixedDecoding  # noqa: E402
-from draftline.greedy import Limit, greedy  # noqa: E402
-from draftline.sampling import Sampled  # noqa: E402
 from draftline.target.load import Target, wrap_target  # noqa: E402
 
 LIMIT = Limit(48)

@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tests.faults.real_runs import final_state, metrics_of, result_of, settings  # noqa: E402
 
-from draftline import faults  # noqa: E402
-from draftline.faults import Fault  # noqa: E402
+from draftline.resilience import faults  # noqa: E402
+from draftline.resilience.faults import Fault  # noqa: E402
 
 MAIN = "from draftline.cli import main; main()"
 LITTLE_MEMORY = f"import torch; torch.cuda.set_per_process_memory_fraction(0.003); {MAIN}"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.errors import CheckpointError
-from draftline.gguf import GgufFile
+from draftline.smollm2.gguf import GgufFile
 
 MASK_TOKEN = "<|endoftext|>"  # noqa: S105 - a token of text
 """Ends documents in pretraining; a chat model never writes it."""

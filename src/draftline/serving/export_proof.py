@@ -16,12 +16,12 @@ import torch
 from draftline.config import TILE
 from draftline.data.document import Document
 from draftline.data.rows import Row, RowShape, row_from_documents
+from draftline.decoding.evaluate import Evaluation, Reference, evaluate
+from draftline.decoding.greedy import CachedTarget
 from draftline.drafter.model import Drafter
 from draftline.errors import CheckpointError
-from draftline.evaluate import Evaluation, Reference, evaluate
-from draftline.greedy import CachedTarget
-from draftline.importing import load_drafter
 from draftline.parity import NUM_BLOCKS, block_difference
+from draftline.serving.importing import load_drafter
 from draftline.target.load import Target
 
 TOLERANCE = 1e-5

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from draftline.config import Frozen
 from draftline.errors import ConfigError, FolderInUseError
-from draftline.fsio import FileSystem, disk_failures_explained, make_folders, replace_bytes
-from draftline.names import UnsafeNameError, read_regular
+from draftline.resilience.fsio import FileSystem, disk_failures_explained, make_folders, replace_bytes
+from draftline.resilience.names import UnsafeNameError, read_regular
 
 LOCK = ".lock"
 OWNER = "owner.json"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftline.config import DrafterConfig, DrafterSpec
 from draftline.errors import CheckpointError, ConfigError
-from draftline.importing import find_drafter, load_drafter
+from draftline.serving.importing import find_drafter, load_drafter
 
 IRRELEVANT = {"max_position_embeddings", "bos_token_id", "pad_token_id"}
 """Fields of a spec that change neither what is computed nor what is learnt."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from draftline.advice import Prediction
 from draftline.config import DrafterSpec
-from draftline.evaluate import Comparison, Evaluation
+from draftline.decoding.advice import Prediction
+from draftline.decoding.evaluate import Comparison, Evaluation
 
 Format = Literal["z-lab", "speculators"]
 

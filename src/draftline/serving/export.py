@@ -21,10 +21,10 @@ from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions
 from draftline.drafter.model import Drafter
 from draftline.errors import CheckpointError, ConfigError, DraftlineError
-from draftline.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
-from draftline.importing import CONFIG, MODEL, load_drafter, match_tensors
-from draftline.published import ARCHITECTURE, OWN_KEYS
-from draftline.speculators import Verifier, speculators_config_json
+from draftline.resilience.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
+from draftline.serving.importing import CONFIG, MODEL, load_drafter, match_tensors
+from draftline.serving.published import ARCHITECTURE, OWN_KEYS
+from draftline.serving.speculators import Verifier, speculators_config_json
 
 CARD = "README.md"
 SERVED_DTYPE = torch.bfloat16

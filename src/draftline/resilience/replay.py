@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftline.badstep import SavedStep, read_bad_step
 from draftline.config import DrafterSpec
 from draftline.data.rows import Row
 from draftline.data.transfer import DeviceRow
@@ -23,6 +22,7 @@ from draftline.drafter.model import Drafter
 from draftline.drafter.step import DrafterStep
 from draftline.optim import FlatParameters
 from draftline.pipeline.plan import available_devices
+from draftline.resilience.badstep import SavedStep, read_bad_step
 from draftline.target.forward import TappedForward
 from draftline.target.load import Target, load_target
 

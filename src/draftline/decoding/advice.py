@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from draftline.evaluate import Comparison, Evaluation
-from draftline.greedy import CachedTarget, SequenceInWork, prompt_tensor
+from draftline.decoding.evaluate import Comparison, Evaluation
+from draftline.decoding.greedy import CachedTarget, SequenceInWork, prompt_tensor
 from draftline.target.load import Target
 
 REPEATS = 5

@@ -8,9 +8,9 @@ from pathlib import Path
 from pydantic import Field
 
 from draftline.config import Frozen
-from draftline.fsio import FileSystem, replace_bytes
-from draftline.redact import redact, redact_argv
-from draftline.sealed import canonical
+from draftline.resilience.fsio import FileSystem, replace_bytes
+from draftline.resilience.redact import redact, redact_argv
+from draftline.resilience.sealed import canonical
 
 RESULT = "result.json"
 

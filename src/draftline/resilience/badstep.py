@@ -23,8 +23,8 @@ from draftline.config import DrafterSpec, RunConfig
 from draftline.data.rows import Row
 from draftline.data.transfer import ROW_TENSORS
 from draftline.errors import CheckpointError, NonFiniteError
-from draftline.fsio import disk_failures_explained, make_folders, remove_tree, require_space
 from draftline.pipeline.engine import BadStep
+from draftline.resilience.fsio import disk_failures_explained, make_folders, remove_tree, require_space
 from draftline.setup import Prepared
 from draftline.target.forward import Form
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-from draftline.decode import Decoded, Event, Prefilled, collect
+from draftline.decoding.decode import Decoded, Event, Prefilled, collect
 
 ACCEPTED, REJECTED, OWN = "white on dark_green", "red strike", "bold cyan"
 LEGEND = Text.assemble(

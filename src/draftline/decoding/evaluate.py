@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
-from draftline.acceptance import Acceptance, Walk, acceptance, walk
-from draftline.decode import Decoded, decode
+from draftline.decoding.acceptance import Acceptance, Walk, acceptance, walk
+from draftline.decoding.decode import Decoded, decode
+from draftline.decoding.fixed import FixedDecoding
+from draftline.decoding.greedy import CachedTarget, Limit, greedy, greedy_batch
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.model import Drafter
 from draftline.errors import DataError
-from draftline.fixed import FixedDecoding
-from draftline.greedy import CachedTarget, Limit, greedy, greedy_batch
 from draftline.target.load import Target
 
 WARM_TOKENS = 16

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draftline.acceptance import Acceptance
-from draftline.advice import Prediction, Timings, block_sizes, predict_speedups, time_steps, warnings
+from draftline.decoding.acceptance import Acceptance
+from draftline.decoding.advice import Prediction, Timings, block_sizes, predict_speedups, time_steps, warnings
+from draftline.decoding.evaluate import Comparison, Evaluation, Prompt, Reference, compare, evaluate
+from draftline.decoding.fixed import FixedDecoding
+from draftline.decoding.greedy import Limit, is_recurrent
 from draftline.drafter.model import Drafter
-from draftline.evaluate import Comparison, Evaluation, Prompt, Reference, compare, evaluate
-from draftline.fixed import FixedDecoding
-from draftline.greedy import Limit, is_recurrent
 from draftline.metrics import eval_metrics
 from draftline.options import Caches
 from draftline.target.load import Target

@@ -13,7 +13,7 @@ from typing import Any
 
 from draftline.config import DrafterSpec
 from draftline.errors import ConfigError
-from draftline.published import OWN_KEYS
+from draftline.serving.published import OWN_KEYS
 
 VERSION = "0.9.0"
 """Version of the library whose format this is."""

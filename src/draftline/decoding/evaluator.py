@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from draftline import faults
 from draftline.config import DrafterSpec
+from draftline.decoding.evaluate import Evaluation, Prompt, Reference, evaluate, reference_answers
+from draftline.decoding.greedy import Limit
 from draftline.drafter.model import Drafter
 from draftline.errors import StallError, blame
-from draftline.evaluate import Evaluation, Prompt, Reference, evaluate, reference_answers
-from draftline.export import SERVED_DTYPE
-from draftline.greedy import Limit
+from draftline.resilience import faults
+from draftline.resilience.watchdog import thread_stacks
+from draftline.serving.export import SERVED_DTYPE
 from draftline.target.forward import share_weights
 from draftline.target.load import Target
-from draftline.watchdog import thread_stacks
 
 
 @dataclass(frozen=True)

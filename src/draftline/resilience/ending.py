@@ -17,7 +17,7 @@ from draftline.errors import (
     StallError,
     blame_of,
 )
-from draftline.result import RunResult
+from draftline.resilience.result import RunResult
 
 INTERRUPTED = 130
 """Exit code of Ctrl-C before training began, as shells have it."""

@@ -19,10 +19,10 @@ from draftline.data.conversations import Conversation, parse_record
 from draftline.data.reasons import UnusableRow
 from draftline.data.sources import resolve_source
 from draftline.data.template import ChatTemplate, TemplateOptions
+from draftline.decoding.evaluate import Prompt
+from draftline.decoding.prompt_sets import SETS, Turns, load_set
 from draftline.errors import ConfigError, DataError
-from draftline.evaluate import Prompt
 from draftline.paths import builtin_prompts
-from draftline.prompt_sets import SETS, Turns, load_set
 from draftline.target.load import BUILTIN
 
 Thinking = Literal["off", "on", "both"]

@@ -20,10 +20,10 @@ from draftline.config import DrafterSpec
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.drafter.model import Drafter
 from draftline.errors import CheckpointError, ConfigError
-from draftline.folder import CHECKPOINTS
-from draftline.names import UnsafeNameError, plain_name, read_regular
 from draftline.paths import EXPORT
-from draftline.published import spec_from_config
+from draftline.resilience.folder import CHECKPOINTS
+from draftline.resilience.names import UnsafeNameError, plain_name, read_regular
+from draftline.serving.published import spec_from_config
 from draftline.target.load import Target, text_config
 
 CONFIG = "config.json"

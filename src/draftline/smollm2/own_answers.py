@@ -10,11 +10,11 @@ from typing import Any
 from draftline.commands import answer_limit
 from draftline.config import RunConfig
 from draftline.console import Screen
+from draftline.decoding.greedy import greedy_batch
+from draftline.decoding.prompts import chat_prompt
 from draftline.embedded.prompts import held_out_prompts, training_prompts
-from draftline.greedy import greedy_batch
 from draftline.pipeline.plan import available_devices
-from draftline.prompts import chat_prompt
-from draftline.smollm2 import prepare_smollm2
+from draftline.smollm2.wheel import prepare_smollm2
 from draftline.target.load import load_target
 
 NUM_PROMPTS = 192

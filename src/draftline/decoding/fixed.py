@@ -21,12 +21,12 @@ from transformers.cache_utils import StaticLayer
 
 from draftline.compiling import gate
 from draftline.compiling.graphs import CapturedStep
+from draftline.decoding.greedy import CachedTarget, Fed, cache_argument, is_recurrent, tapping
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions, block_token_ids
 from draftline.drafter.mask import block_mask_dense
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
-from draftline.greedy import CachedTarget, Fed, cache_argument, is_recurrent, tapping
 from draftline.target.forward import decoder_layers
 from draftline.target.load import Target, text_config
 from draftline.target.selftest import TOLERANCE

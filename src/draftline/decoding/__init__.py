@@ -1,0 +1,1 @@
+"""Drafting, greedy and speculative decoding, and what they measure: acceptance length and speed."""

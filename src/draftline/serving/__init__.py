@@ -1,0 +1,1 @@
+"""Drafters as folders that others load and that Draftline reads back: export, import, formats, cards."""
