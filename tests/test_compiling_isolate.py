@@ -71,7 +71,9 @@ def test_inductor_chooses_kernels_without_timing_them_forward_and_backward(monke
         return run(graph, *args)
 
     monkeypatch.setattr(GraphLowering, "run", noting)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # or an earlier test did the work
+    monkeypatch.setattr(
+        torch._inductor.config, "force_disable_caches", True
+    )  # or an earlier test did the work
     compiled = compile_isolated(lambda x: (x.softmax(-1) * x).sum(), "timed")
     compiled(torch.randn(4, 64, requires_grad=True)).backward()
     assert lowered == [True, True]

@@ -103,8 +103,17 @@ def test_a_second_run_reads_nothing_again_and_changes_no_byte(tmp_path):
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "store").iterdir()} == before
 
 
-@pytest.mark.parametrize("change", ["source", "options", "template", "file of a template", "tools"])
-def test_any_change_of_what_it_is_made_from_makes_the_store_again(tmp_path, change):
+DIFFERS = {
+    "source": r"source a\.jsonl [0-9a-f]{16}, now a\.jsonl [0-9a-f]{16}",
+    "options": r"options\.max_length 4096, now 20",
+    "template": "template [0-9a-f]{16}, now [0-9a-f]{16}",
+    "file of a template": "template [0-9a-f]{16}, now [0-9a-f]{16}",
+    "tools": "tools ",
+}
+
+
+@pytest.mark.parametrize("change", DIFFERS)
+def test_a_store_made_from_anything_else_is_replaced_only_when_told_to(tmp_path, change):
     source = write_jsonl(tmp_path / "a.jsonl", [APPLES, FOX])
     file, tools = tmp_path / "chat.jinja", tmp_path / "tools.json"
     file.write_text(CHATML)
@@ -121,7 +130,11 @@ def test_any_change_of_what_it_is_made_from_makes_the_store_again(tmp_path, chan
     template = "{# second version #}" + CHATML if change == "template" else CHATML
     if change == "source":
         write_jsonl(source, [FOX, APPLES])
-    prepare(source, make_tokenizer(template), tmp_path / "store", options)
+    with pytest.raises(DataError, match=rf"was made otherwise: {DIFFERS[change]}.*--overwrite") as error:
+        prepare(source, make_tokenizer(template), tmp_path / "store", options)
+    assert str(error.value).count(", now ") == 1
+    assert open_store(tmp_path / "store").manifest["key"] == key
+    prepare(source, make_tokenizer(template), tmp_path / "store", options, overwrite=True)
     assert open_store(tmp_path / "store").manifest["key"] != key
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
         ".store.lock",
@@ -272,5 +285,5 @@ def test_end_tokens_of_the_target_are_read_beside_its_tokenizer(tmp_path):
         if stops is not None:
             GenerationConfig(eos_token_id=stops).save_pretrained(tmp_path / "target")
         loaded = type(tokenizer).from_pretrained(tmp_path / "target")
-        prepare(source, loaded, tmp_path / "store")
+        prepare(source, loaded, tmp_path / "store", overwrite=True)
         assert supervised_texts(tmp_path / "store", loaded) == ["There are three apples." + expected]

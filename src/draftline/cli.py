@@ -203,7 +203,7 @@ def prepare(
     target
         Model whose tokenizer and chat template are used.
     overwrite
-        Replace a store that was made for another tokenizer.
+        Replace a store that was made from other data, options or tokenizer; without it such a store is refused.
     json_output
         Print the report as one JSON object.
     """

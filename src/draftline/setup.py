@@ -114,7 +114,8 @@ def open_or_prepare(
     if path.is_dir() and read_manifest(path) is not None:
         return open_store(path, hash_tokenizer(tokenizer))
     options = PrepareOptions(max_length=config.max_length, stop_token_ids=stops)
-    print_report(prepare(path, tokenizer, out, options), screen.console)
+    # The run's own store follows its settings; checkpoints made from others are refused by their identity.
+    print_report(prepare(path, tokenizer, out, options, overwrite=True), screen.console)
     return open_store(out, hash_tokenizer(tokenizer))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import time
@@ -35,6 +36,8 @@ _EARLY_ROWS = 2000
 """Rows after which a source whose answers cannot be marked is given up, instead of at its end."""
 _QUEUED = 3
 """Chunks in flight for each worker."""
+_SHOWN = 200
+"""Characters of a manifest's value that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def prepare(
         tokenizer: the target's own, with its chat template.
         out: folder of the store; it appears only when complete.
         options: how conversations are read.
-        overwrite: replace a store that was made for another tokenizer.
+        overwrite: replace a store that was made from other data, options or tokenizer.
         progress: called after every chunk.
 
     Returns:
@@ -72,7 +75,7 @@ def prepare(
 
     Raises:
         DataError: a malformed line (named by file and line), no row kept, answers that cannot be marked in
-            too many rows or that trl marks otherwise, or `out` belongs to another tokenizer or is not a store.
+            too many rows or that trl marks otherwise, or `out` was made otherwise or is not a store.
         ConfigError: the file of a template or of tools cannot be read.
         DiskFullError: there is no room for the store.
     """
@@ -155,16 +158,39 @@ def _is_current(out: Path, manifest: dict[str, Any], *, overwrite: bool) -> bool
         if out.is_dir() and not any(out.iterdir()):
             return False
         raise DataError(f"{out} exists and is not a token store; give another output folder")
-    if found["tokenizer"] != manifest["tokenizer"] and not overwrite:
+    if found["key"] == manifest["key"]:
+        open_store(out, verify=False)
+        return True
+    # Without a difference only the layout is older: the same store is made again.
+    differing = _differences(found, json.loads(json.dumps(manifest)))  # as it would be read
+    if differing and not overwrite:
         raise DataError(
-            f"{out} was made for tokenizer {found['tokenizer'][:16]} ({found['tokenizer_name']}), this one "
-            f"is {manifest['tokenizer'][:16]} ({manifest['tokenizer_name']}); give another output folder, or "
-            "--overwrite"
+            f"{out} was made otherwise: {'; '.join(differing)}. Give another output folder, or --overwrite to "
+            "replace it"
         )
-    if found["key"] != manifest["key"]:
-        return False
-    open_store(out, verify=False)
-    return True
+    return False
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What a store was made from that is not what is wanted now, each with both values."""
+    pairs = {part: (found.get(part), wanted[part]) for part in ("template", "source", "tools")}
+    theirs, ours = found.get("options", {}), wanted["options"]
+    pairs |= {f"options.{name}": (theirs.get(name), ours.get(name)) for name in sorted(theirs | ours)}
+    differing = [
+        f"{name} {_shown(was)}, now {_shown(now)}" for name, (was, now) in pairs.items() if was != now
+    ]
+    if found.get("tokenizer") != wanted["tokenizer"]:
+        was, now = (f"{each['tokenizer'][:16]} ({each['tokenizer_name']})" for each in (found, wanted))
+        differing.insert(0, f"tokenizer {was}, now {now}")
+    return differing
+
+
+def _shown(value: Any) -> str:
+    """A manifest's value for a message: hashes and long lists by their beginning."""
+    if isinstance(value, dict):
+        named = ", ".join(f"{name} {str(each)[:16]}" for name, each in value.items())
+        return named[:_SHOWN] or "none"
+    return value[:16] if isinstance(value, str) else json.dumps(value)[:_SHOWN]
 
 
 def _encoded_chunks(
