@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from draftline.cli import parse_run
 from draftline.console import Screen
 from draftline.demo import demo_config
 from draftline.pipeline.build import build_drafter, build_target
 from draftline.pipeline.devices import Place, Replicas
+from draftline.settings import parse_run
 from draftline.setup import prepare_job
 
 NUM_ROWS = 30

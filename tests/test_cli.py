@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from draftline.cli import app, parse_run
+from draftline.cli import app
 from draftline.console import Screen
 from draftline.demo import demo_config
 from draftline.errors import ConfigError, DataError
 from draftline.run import train
+from draftline.settings import parse_run
 
 SETTINGS = (
     "--target.path=builtin:tiny",

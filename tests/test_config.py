@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from draftline.cli import parse_run
 from draftline.config import DrafterConfig, OptimConfig, RowConfig, RunConfig, TargetConfig
 from draftline.errors import ConfigError
 from draftline.pipeline.schedule import Schedule
+from draftline.settings import parse_run
 
 NEEDED = ("--target.path=builtin:tiny", "--data.path=chats.jsonl", "--output=out", "--optim.steps=10")
 NEEDED_YAML = """
@@ -62,7 +62,7 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_nearest_name(tmp_path: Pat
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no configuration file .*run\.yaml"):
+    with pytest.raises(ConfigError, match=r"configuration file .*run\.yaml is not there"):
         parse_run([str(tmp_path / "run.yaml")])
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftline.cli import app, parse_plan
+from draftline.cli import app
 from draftline.errors import ConfigError
 from draftline.paths import builtin_conversations
 from draftline.pipeline import planning
@@ -22,6 +22,7 @@ from draftline.pipeline.planning import (
     resolve_placement,
     run_costs,
 )
+from draftline.settings import parse_plan
 from draftline.setup import check_target
 from draftline.target.load import read_target_config
 

@@ -6,18 +6,15 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import cyclopts
 from cyclopts import App, Parameter
-from pydantic import ValidationError
 from rich.console import Console
 
 from draftline import __version__
-from draftline.config import RunConfig, TargetConfig, explain
+from draftline.config import TargetConfig
 from draftline.console import Screen
 from draftline.data.options import (
     LocalOptions,
@@ -28,19 +25,13 @@ from draftline.data.options import (
 )
 from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
-from draftline.options import GenerateOptions, MeasureOptions
+from draftline.options import GenerateOptions, MeasureOptions, PlanOptions
 from draftline.resilience.monitor import run_monitored, start_heartbeat
-
-
-def _sentence(error: cyclopts.CycloptsError) -> str:
-    """What is wrong with a command line, as one sentence."""
-    cause = error.__cause__
-    return explain(cause) if isinstance(cause, ValidationError) else str(error)
-
+from draftline.settings import parse_plan, parse_run, sentence
 
 app = App(
     name="draftline",
-    error_formatter=lambda error: f"draftline: {_sentence(error)}",
+    error_formatter=lambda error: f"draftline: {sentence(error)}",
     help="Train DFlash drafters: block-diffusion models that make a language model several times faster.",
     version=__version__,
 )
@@ -49,7 +40,7 @@ Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
 PREPARE, REGENERATE, REQUESTS = PrepareOptions(), RegenerateOptions(), RequestOptions()
 SAMPLING, LOCAL = Sampling(), LocalOptions()
-MEASURE, GENERATE = MeasureOptions(), GenerateOptions()
+MEASURE, GENERATE, PLAN = MeasureOptions(), GenerateOptions(), PlanOptions()
 
 
 def main() -> None:
@@ -90,52 +81,16 @@ def _report(error: DraftlineError) -> int:
     return error.exit_code
 
 
-def parse_run(tokens: Sequence[str]) -> RunConfig:
-    """A run's settings from an optional YAML file followed by flags; flags win.
-
-    Raises:
-        ConfigError: no such file, an unknown key (the nearest is named), or a value that cannot work.
-    """
-    files = [token for token in tokens[:1] if not token.startswith("-")]
-    sources = [cyclopts.config.Yaml(file, must_exist=True) for file in files]
-    parser = App(name="draftline train", config=sources, help_flags=())
-
-    @parser.default
-    def collect(*, config: Annotated[RunConfig, Parameter(name="*")]) -> RunConfig:
-        return config
-
-    try:
-        _, bound, _ = parser.parse_args(tokens[len(files) :], exit_on_error=False, print_error=False)
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no configuration file {error.filename or files[0]}") from None
-    except cyclopts.CycloptsError as error:
-        raise ConfigError(_sentence(error)) from None
-    config: RunConfig = bound.arguments["config"]
-    return config
-
-
-def parse_plan(run: str, tokens: Sequence[str]) -> RunConfig:
-    """Settings for planning: those of a run.yaml, or of a target with stand-ins for what a run must name.
-
-    Raises:
-        ConfigError: see `parse_run`.
-    """
-    if Path(run).suffix in (".yaml", ".yml"):
-        return parse_run([run, *tokens])
-    stand_ins = {"--data.path": "unprepared", "--output": "unused", "--optim.epochs": "1"}
-    given = {token.partition("=")[0] for token in tokens}
-    if "--optim.steps" in given:
-        del stand_ins["--optim.epochs"]
-    missing = [part for pair in stand_ins.items() if pair[0] not in given for part in pair]
-    return parse_run(["--target.path", run, *missing, *tokens])
-
-
 @app.command
 def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     """Train a drafter: `draftline train run.yaml [--optim.lr 1e-4 ...]`. The same command resumes.
 
+    Every setting of src/draftline/config.py can stand in the run.yaml or be a flag, lists as '[a, b]'.
+
     Parameters
     ----------
+    tokens
+        A run.yaml, and flags, which win.
     json_output
         Print the outcome as one JSON object.
     """
@@ -143,19 +98,21 @@ def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     if not start_heartbeat(os.environ):
         command = [sys.executable, "-m", "draftline", *sys.argv[1:]]
         sys.exit(run_monitored(command, config.deadlines.stall_timeout_s, config.output))
+    from draftline.console import show_trained  # noqa: PLC0415
     from draftline.run import train as run_training  # noqa: PLC0415 - transformers takes seconds to import
 
     trained = run_training(config, Screen(), sys.argv)
-    _print(_plain(trained), json_output=json_output)
+    if json_output:
+        _print(_plain(trained), json_output=True)
+    else:
+        show_trained(trained, Console(highlight=False))
 
 
 @app.command
 def plan(
     run: str,
     *tokens: Tokens,
-    devices: int | None = None,
-    memory_gib: float | None = None,
-    tflops: float | None = None,
+    options: Annotated[PlanOptions, Parameter(name="*")] = PLAN,
     json_output: JsonFlag = False,
 ) -> None:
     """Propose a placement: memory, tokens/s, hours and why. Reads configurations only.
@@ -164,22 +121,17 @@ def plan(
     ----------
     run
         A run.yaml, or just a target; settings of `draftline train` may follow as flags.
-    devices
-        Devices to plan for; none takes this machine's.
-    memory_gib
-        Memory of one of them.
-    tflops
-        Rate that one of them reaches; none times both sides when a GPU is here.
     json_output
         Print one JSON object.
     """
     from draftline.plan_command import plan_run, plan_values, show_proposal  # noqa: PLC0415 - slow import
 
-    proposal = plan_run(parse_plan(run, tokens), devices, memory_gib, tflops)
+    config = parse_plan(run, tokens)
+    proposal = plan_run(config, options)
     if json_output:
         print(json.dumps(plan_values(proposal)))
     else:
-        show_proposal(proposal, Console())
+        show_proposal(proposal, config.placement, Console(highlight=False))
 
 
 @app.command

@@ -21,7 +21,7 @@ TILE = 128
 class Frozen(BaseModel):
     """Base of all settings: immutable, no unknown keys, docstrings under fields become descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class TargetConfig(Frozen):

@@ -51,3 +51,14 @@ class GenerateOptions(Frozen):
                 "them out"
             )
         return self
+
+
+class PlanOptions(Frozen):
+    """What is planned for."""
+
+    devices: int | None = Field(default=None, gt=0)
+    """Devices to plan for; none takes this machine's."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of one of them; none takes this machine's."""
+    tflops: float | None = Field(default=None, gt=0)
+    """Rate that one of them reaches; none times both sides when a GPU is here."""

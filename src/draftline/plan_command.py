@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from draftline.config import RunConfig
+from draftline.config import PlacementConfig, RunConfig
+from draftline.options import PlanOptions
 from draftline.pipeline.placement import GIB, Option
 from draftline.pipeline.planning import Hardware, Proposal, hardware_here, propose
 from draftline.setup import check_target
 from draftline.target.load import read_target_config
 
 
-def plan_run(
-    config: RunConfig, num_devices: int | None, memory_gib: float | None, tflops: float | None
-) -> Proposal:
+def plan_run(config: RunConfig, options: PlanOptions) -> Proposal:
     """Plan for this machine, or for the devices described.
-
-    Args:
-        num_devices: devices to plan for; none takes those of this machine.
-        memory_gib: memory of one of them; none takes this machine's.
-        tflops: rate of one of them; none times both sides when a GPU is here.
 
     Raises:
         ConfigError: the target cannot be used, or no placement fits.
     """
     here = hardware_here()
-    hardware = Hardware(
-        num_devices or here.count,
-        int(memory_gib * GIB) if memory_gib else here.memory_bytes,
-        here.kind,
-        tflops,
-    )
-    timed = tflops is None and here.kind == "cuda"
+    memory = here.memory_bytes if options.memory_gib is None else int(options.memory_gib * GIB)
+    hardware = Hardware(options.devices or here.count, memory, here.kind, options.tflops)
+    timed = options.tflops is None and here.kind == "cuda"
     return propose(config, check_target(config), read_target_config(config.target), hardware, timed=timed)
 
 
@@ -70,33 +61,40 @@ def _gib(size: int | None) -> float | None:
     return None if size is None else round(size / GIB, 3)
 
 
-def show_proposal(proposal: Proposal, console: Console) -> None:
-    """Print the table and the reason."""
+def show_proposal(proposal: Proposal, placement: PlacementConfig, console: Console) -> None:
+    """Print the table and the reason, and what the run itself asks for."""
     costs = proposal.costs
     console.print(
         f"target {costs.target.num_weights / 1e6:,.1f} M weights, drafter {costs.drafter.num_weights / 1e6:,.1f} M"
     )
-    table = Table("placement", "tokens/s", "of the best", "hours", "GiB target", "GiB drafter", "")
+    table = Table("placement", "tokens/s", "best", "hours", "GiB", box=SIMPLE)
     for option in proposal.options:
         values = _option_values(proposal, option)
+        sizes = f"{values['target_device_gib']:.1f}"
+        if option.mode == "split":
+            sizes += f" + {values['drafter_device_gib']:.1f}"
         table.add_row(
             option.name,
             _number(values["tokens_per_s"], "{:,.0f}"),
-            f"{values['relative']:.0%}",
+            "cannot" if option.refusal else f"{values['relative']:.0%}",
             _number(values["hours"], "{:.2f}"),
-            f"{values['target_device_gib']:.2f}",
-            f"{values['drafter_device_gib']:.2f}",
-            option.refusal or "",
+            sizes,
         )
     console.print(table)
     console.print(proposal.why(), soft_wrap=True)
+    if placement != PlacementConfig():
+        asked = placement.model_dump(exclude_defaults=True)
+        console.print(f"The run itself names its placement, which `train` keeps: {asked}", soft_wrap=True)
     if proposal.source == "counted":
         console.print(
             "No GPU is here to be timed: add --tflops (what one device reaches on this, 500 for an H200) for tokens/s",
             soft_wrap=True,
         )
     if proposal.num_rows is None:
-        console.print("The data set is not prepared yet: hours follow from `draftline prepare` and data.path")
+        console.print(
+            "The data set is not prepared yet: hours follow from `draftline prepare` and data.path",
+            soft_wrap=True,
+        )
 
 
 def _number(value: float | None, form: str) -> str:

@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import load_file
 
 import draftline
-from draftline.cli import parse_run
 from draftline.console import Screen
 from draftline.resilience import faults
 from draftline.resilience.ending import exit_code, explained
 from draftline.resilience.faults import Fault
 from draftline.run import train
+from draftline.settings import parse_run
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE = Path(draftline.__file__).parents[1]

@@ -21,7 +21,7 @@ def watch(event, arguments):
     if event in EVENTS:
         print("AUDIT", event, str(arguments)[:200], file=sys.stderr)
 from draftline.run import train
-from draftline.cli import parse_run
+from draftline.settings import parse_run
 from draftline.console import Screen
 sys.addaudithook(watch)
 train(parse_run(sys.argv[1:]), Screen(), sys.argv)

@@ -1,0 +1,135 @@
+"""From words to settings: a run.yaml and flags, read strictly, into the frozen `RunConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+import yaml
+from cyclopts import App, Parameter
+from pydantic import ValidationError
+
+from draftline.config import RunConfig, explain
+from draftline.errors import ConfigError
+
+
+def sentence(error: cyclopts.CycloptsError) -> str:
+    """What is wrong with a command line, as one sentence."""
+    cause = error.__cause__
+    return explain(cause) if isinstance(cause, ValidationError) else str(error)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key!r} stands twice", problem_mark=node.value[index][0].start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a run.yaml.
+
+    Raises:
+        ConfigError: no such file, not a file, not YAML (with the line), not settings, or a key that stands twice.
+    """
+    if not path.is_file():
+        what = (
+            "is a folder; name a run.yaml"
+            if path.is_dir()
+            else "is not there; name a run.yaml, or flags only"
+        )
+        raise ConfigError(f"configuration file {path} {what}")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path} is not valid YAML{line}: {error.problem}; correct it") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}; correct it") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} holds {'nothing' if values is None else type(values).__name__}, not settings such as "
+            "`target: {path: ./my-target}`; the README shows a whole run.yaml"
+        )
+    return values
+
+
+def spread_lists(tokens: Sequence[str]) -> Iterator[str]:
+    """Flags whose value is a list in YAML, such as `--placement.targets '[cpu, cpu]'`, once for each of its values.
+
+    Raises:
+        ConfigError: a value begins like a list and is none.
+    """
+    name: str | None = None
+    for token in tokens:
+        flag, has_value, value = token.partition("=") if token.startswith("--") else (name or "", "", token)
+        if not flag.startswith("--") or not value.startswith("["):
+            yield token
+            name = token if token.startswith("--") and not has_value else None
+            continue
+        try:
+            values = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"{flag}={value} begins like a list and is none; write '[a, b]'") from None
+        repeated = [f"{flag}={one}" for one in values]
+        # the flag itself went out already when its value is a token of its own
+        yield from [str(values[0]), *repeated[1:]] if not has_value and values else repeated
+        name = None
+
+
+def parse_run(tokens: Sequence[str]) -> RunConfig:
+    """A run's settings from an optional YAML file followed by flags; flags win.
+
+    Raises:
+        ConfigError: no such file, an unknown key (the nearest is named), or a value that cannot work.
+    """
+    if not tokens:
+        raise ConfigError(
+            "a run needs settings: name a run.yaml (the README shows one), or give --target.path, --data.path, "
+            "--output and --optim.steps or --optim.epochs"
+        )
+    files = [token for token in tokens[:1] if not token.startswith("-")]
+    sources = [cyclopts.config.Dict(read_yaml(Path(file)), source=file) for file in files]
+    parser = App(name="draftline train", config=sources, help_flags=())
+
+    @parser.default
+    def collect(*, config: Annotated[RunConfig, Parameter(name="*")]) -> RunConfig:
+        return config
+
+    flags = list(spread_lists(tokens[len(files) :]))
+    try:
+        _, bound, _ = parser.parse_args(flags, exit_on_error=False, print_error=False)
+    except cyclopts.MissingArgumentError as error:
+        name = error.argument.name if error.argument else "a setting"
+        plain = name.lstrip("-")
+        raise ConfigError(
+            f"{plain} is missing, or what it needs; give it in the run.yaml ({plain}: ...) or by flags ({name}...)"
+        ) from None
+    except cyclopts.CycloptsError as error:
+        raise ConfigError(sentence(error)) from None
+    config: RunConfig = bound.arguments["config"]
+    return config
+
+
+def parse_plan(run: str, tokens: Sequence[str]) -> RunConfig:
+    """Settings for planning: those of a run.yaml, or of a target with stand-ins for what a run must name.
+
+    Raises:
+        ConfigError: see `parse_run`.
+    """
+    if Path(run).suffix in (".yaml", ".yml"):
+        return parse_run([run, *tokens])
+    stand_ins = {"--data.path": "unprepared", "--output": "unused", "--optim.epochs": "1"}
+    given = {token.partition("=")[0] for token in tokens}
+    if "--optim.steps" in given:
+        del stand_ins["--optim.epochs"]
+    missing = [part for pair in stand_ins.items() if pair[0] not in given for part in pair]
+    return parse_run(["--target.path", run, *missing, *tokens])

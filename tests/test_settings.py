@@ -1,0 +1,94 @@
+"""Words to settings: what cannot be read is refused in a sentence, and lists can be written as lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftline.cli import app
+from draftline.errors import ConfigError
+from draftline.settings import parse_run, read_yaml, spread_lists
+
+NEEDED = ["--target.path=builtin:tiny", "--data.path=x", "--output=o", "--optim.steps=1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1", "not valid YAML in line 1"),
+        ("", "holds nothing, not settings"),
+        ("- 1", "holds list, not settings"),
+        ("seed: 3\nrows: {}\nseed: 4\n", "line 3: the key 'seed' stands twice"),
+        ("optim: {lr: 1.0, lr: 2.0}", "the key 'lr' stands twice"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_refused_with_its_line(tmp_path: Path, text: str, words: str):
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        read_yaml(tmp_path / "run.yaml")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        read_yaml(tmp_path / "run.yaml")
+
+
+def test_a_folder_and_a_missing_file_are_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is a folder"):
+        parse_run([str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"none\.yaml is not there"):
+        parse_run([str(tmp_path / "none.yaml")])
+
+
+def test_a_run_without_any_words_says_what_it_needs():
+    with pytest.raises(ConfigError, match=r"name a run\.yaml"):
+        parse_run([])
+
+
+def test_a_setting_that_is_not_given_is_named():
+    with pytest.raises(ConfigError, match="data is missing, or what it needs"):
+        parse_run([flag for flag in NEEDED if not flag.startswith("--data")])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ['--placement.targets=["cpu", "cpu"]'],
+        ["--placement.targets", "[cpu, cpu]"],
+        ["--placement.targets", "cpu", "--placement.targets", "cpu"],
+    ],
+)
+def test_a_list_can_be_a_list_or_a_flag_for_each_value(flags: list[str]):
+    assert parse_run([*NEEDED, *flags]).placement.targets == ("cpu", "cpu")
+
+
+def test_a_list_of_numbers_is_one():
+    assert parse_run([*NEEDED, "--drafter.target-layer-ids=[1, -2]"]).drafter.target_layer_ids == (1, -2)
+
+
+def test_what_begins_like_a_list_and_is_none_is_refused():
+    with pytest.raises(ConfigError, match="begins like a list"):
+        parse_run([*NEEDED, "--placement.targets=[cpu"])
+
+
+@given(st.lists(st.sampled_from(["--a", "--b=1", "x", "-3", "--c=[]x"]).filter(lambda t: "[" not in t)))
+def test_words_without_a_list_pass_as_they_are(tokens: list[str]):
+    assert list(spread_lists(tokens)) == tokens
+
+
+@pytest.mark.parametrize("flag", ["--optim.lr=inf", "--optim.lr=nan", "--deadlines.stall-timeout-s=inf"])
+def test_a_number_that_is_none_is_refused(flag: str):
+    with pytest.raises(ConfigError, match="finite number"):
+        parse_run([*NEEDED, flag])
+
+
+@pytest.mark.parametrize("flags", [("--devices", "0"), ("--tflops", "nan"), ("--memory-gib", "-1")])
+def test_a_plan_for_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        app(["plan", "builtin:tiny", *flags])
+    assert ended.value.code == 2
+    assert "Input should be" in capsys.readouterr().err
