@@ -135,6 +135,22 @@ def test_generate_samples_at_a_temperature_and_repeats_with_a_seed(run: Path):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generate_refuses_a_prompt_beyond_the_targets_context_and_a_switch_that_is_not_there(run: Path):
+    common = ("generate", str(run), "--target=builtin:tiny")
+    long = draftline(*common, "Hi " * 3000, cwd=run.parent)
+    assert long.returncode == 4
+    assert "target's context of 2048 tokens" in long.stderr
+    thinking = draftline(*common, "Hi", "--thinking", cwd=run.parent)
+    assert thinking.returncode == 2
+    assert "has no switch for it" in thinking.stderr
+
+
+def test_evaluate_without_prompts_says_what_to_name(run: Path):
+    done = draftline("evaluate", str(run), "--target=builtin:tiny", cwd=run.parent)
+    assert done.returncode == 2
+    assert "name a file of chat records (.jsonl), builtin:demo, or a set: gsm8k" in done.stderr
+
+
 def test_generate_refuses_sampling_settings_that_greedy_would_ignore(run: Path):
     done = draftline("generate", str(run), "Hi", "--target=builtin:tiny", "--top-p=0.5", cwd=run.parent)
     assert done.returncode != 0

@@ -172,6 +172,16 @@ def test_token_ids_are_kept_where_the_server_gives_them_and_prepared_as_they_are
     assert parse_record(row) == parse_record({"prompt_ids": [50, 51], "completion_ids": [60, 61, 62]})
 
 
+def test_rows_of_an_earlier_run_are_asked_again_by_their_messages(tmp_path):
+    def with_ids(_: dict[str, Any], __: int) -> Reply:
+        return 200, completion("hey", token_ids=[60, 61, 62]) | {"prompt_token_ids": [50, 51]}
+
+    with serving(Chat(with_ids, takes_token_ids=True)) as url:
+        run(url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "one.jsonl")
+        assert all("token_turns" in row for row in rows(tmp_path / "one.jsonl"))
+        assert run(url, tmp_path / "one.jsonl", tmp_path / "two.jsonl").written == 2
+
+
 def test_a_server_that_refuses_the_field_for_token_ids_is_asked_without_it(tmp_path):
     chat = Chat(echo)
     with serving(chat) as url:

@@ -10,11 +10,13 @@ import torch
 
 from draftline.decoding.acceptance import Walk, acceptance, walk
 from draftline.decoding.evaluate import Prompt, compare, evaluate, reference_answers
+from draftline.decoding.evaluator import Evaluator
 from draftline.decoding.greedy import CachedTarget, Limit, greedy
 from draftline.drafter.draft import BlockDrafter
 from draftline.errors import DataError
 from draftline.metrics import eval_metrics
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
+from tests.pipeline_fixtures import SPEC, tiny_target
 
 
 def test_the_walk_jumps_by_what_was_kept_and_cuts_the_last_block():
@@ -147,3 +149,23 @@ def test_metrics_carry_the_names_that_training_and_evaluate_share(taught):
     assert sum(kept) == pytest.approx(1)
     assert kept[3] == evaluation.overall.accept_pos[2]
     assert "eval/tau_train_gap" not in eval_metrics(evaluation)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_new_tokens", "fix"),
+    [(513, 1, "shorten it$"), (512, 1, "shorten it$"), (500, 13, "shorten it or lower max_new_tokens$")],
+)
+def test_a_prompt_that_does_not_fit_the_targets_context_is_refused(tokens, max_new_tokens, fix):
+    prompts, limit = [Prompt((5,) * 3), Prompt((5,) * tokens)], Limit(max_new_tokens)
+    words = rf"prompt 2 of 2 \(all\) has {tokens} tokens.* of {max_new_tokens} .*context of 512 tokens.*{fix}"
+    for refuse in (
+        lambda: reference_answers(tiny_target(), prompts, limit),
+        lambda: Evaluator(tiny_target(), SPEC, prompts, limit),
+    ):
+        with pytest.raises(DataError, match=words):
+            refuse()
+
+
+def test_a_prompt_that_just_fits_the_context_is_answered():
+    (reference,) = reference_answers(tiny_target(), [Prompt((5,) * 509)], Limit(3))
+    assert len(reference.answer) == 3

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from draftline.decoding.prompts import load_prompts
+from draftline.decoding.prompts import chat_prompt, load_prompts
 from draftline.embedded import embedded_path
 from draftline.errors import ConfigError, DataError
 
@@ -261,6 +261,23 @@ def test_a_record_that_asks_for_thinking_gets_it(thinker, tmp_path):
 def test_a_switch_that_the_template_lacks_is_refused(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="has no switch"):
         load_prompts(write(tmp_path / "a.jsonl", {"prompt": "Hi"}), tokenizer, 5, "on")
+
+
+def test_a_record_or_a_single_prompt_that_asks_for_a_missing_switch_is_refused_too(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", {"prompt": "Hi"}, {"prompt": "Hi", "thinking": True})
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: thinking=on, but .* has no switch"):
+        load_prompts(file, tokenizer, 5)
+    with pytest.raises(ConfigError, match=r"thinking=on, but .* has no switch"):
+        chat_prompt(tokenizer, "Hi", think=True)
+
+
+def test_a_regenerated_conversation_is_asked_by_its_messages_not_its_token_ids(tokenizer, tmp_path):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    ids = {"token_turns": [{"prompt_ids": [1, 2], "completion_ids": [3, 4]}]}
+    file = write(tmp_path / "a.jsonl", {"messages": turns, **ids}, {"messages": turns})
+    regenerated, plain = load_prompts(file, tokenizer, 5)
+    assert regenerated == plain
+    assert text_of(tokenizer, plain).endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_two_sources_of_one_name_are_refused(tokenizer, tmp_path):

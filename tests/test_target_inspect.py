@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
 from draftline.serving.export import config_json
 from draftline.target.inspect import (
+    context_limit,
     default_target_layer_ids,
     resolve_mask_token_id,
     resolve_spec,
@@ -292,3 +294,38 @@ def test_answers_end_at_the_configurations_tokens_and_at_the_tokenizers():
     assert stop_token_ids(7, words) == (5, 7)
     assert stop_token_ids([7, 5, 9], words) == (5, 7, 9)
     assert stop_token_ids(None, tokenizer()) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, 2048),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        (
+            {"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}},
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_context_is_what_the_configuration_says_stretched_rope_included(fields, limit):
+    assert context_limit(SimpleNamespace(**fields)) == limit

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from draftline.config import TargetConfig
 from draftline.decoding.decode import decode_events
-from draftline.decoding.evaluate import Reference, reference_answers
+from draftline.decoding.evaluate import Reference, reference_answers, refuse_beyond_context
 from draftline.decoding.greedy import Limit
 from draftline.decoding.measure import Measurement, measure
+from draftline.decoding.prompt_sets import SETS
 from draftline.decoding.prompts import chat_prompt, load_prompts
 from draftline.decoding.render import print_answer
 from draftline.decoding.sampling import Choice, Greedy, Sampled
@@ -60,7 +61,16 @@ def answer_limit(target: Target, max_new_tokens: int) -> Limit:
 def evaluate_drafter(
     drafter: Path, prompts: Sequence[str], target: TargetConfig, options: MeasureOptions
 ) -> Measurement:
-    """Acceptance by replay on every set, then real decoding with and without the drafter."""
+    """Acceptance by replay on every set, then real decoding with and without the drafter.
+
+    Raises:
+        ConfigError: no prompts are named, or target and drafter cannot be used together.
+    """
+    if not prompts:
+        raise ConfigError(
+            "evaluate needs prompts: name a file of chat records (.jsonl), builtin:demo, or a set: "
+            f"{', '.join(SETS)}"
+        )
     loaded, module = load_pair(drafter, target)
     return _measure(loaded, module, _answers(loaded, prompts, options), options)
 
@@ -167,6 +177,7 @@ def generate_text(
     choice = _choice(options, loaded.device)
     limit = answer_limit(loaded, options.max_new_tokens)
     asked = chat_prompt(loaded.tokenizer, prompt, think=options.thinking)
+    refuse_beyond_context(loaded, [asked], limit)
     events = decode_events(loaded, module, asked.input_ids, limit, choice)
     decoded = print_answer(events, loaded.tokenizer, Console(quiet=not show, highlight=False))
     return {

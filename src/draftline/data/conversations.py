@@ -34,6 +34,8 @@ _ROLES = {
 }
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
 _MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "labels")
+_TURNS = ("messages", "conversations", "conversation")
+_TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids", "token_turns")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -102,6 +104,14 @@ def parse_record(record: Any) -> Conversation | TokenRow:
     return Conversation(tuple(messages), _tools(record.get("tools")), _is_truncated(record))
 
 
+def turns_of(record: Any) -> Any:
+    """A record that holds its turns both as messages and as token ids, such as one of `draftline regenerate`, without
+    the ids; any other as it is. For whoever asks the turns again."""
+    if not isinstance(record, dict) or not any(key in record for key in _TURNS):
+        return record
+    return {key: value for key, value in record.items() if key not in _TOKEN_IDS}
+
+
 def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
     """Tool definitions of a JSON file: a list, or one.
 
@@ -153,7 +163,7 @@ def _says_something(message: dict[str, Any]) -> bool:
 
 
 def _raw_messages(record: dict[str, Any]) -> list[Any]:
-    for key in ("messages", "conversations", "conversation"):
+    for key in _TURNS:
         if key in record:
             turns = _decoded(record[key])
             if not isinstance(turns, list):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from draftline.data.conversations import Conversation, parse_record
+from draftline.data.conversations import Conversation, parse_record, turns_of
 from draftline.data.reasons import Reason, UnusableRow
 from draftline.data.sources import Source
 from draftline.errors import DataError
@@ -115,7 +115,7 @@ def _dialogue(
 ) -> Dialogue:
     if isinstance(record, UnusableRow):
         raise record
-    row = parse_record(record)
+    row = parse_record(turns_of(record))
     if not isinstance(row, Conversation):
         raise UnusableRow(Reason.NOT_A_ROW, "token ids; answers can be written to text only")
     segments = split_into_segments(row.messages, turns)

@@ -22,7 +22,8 @@ from draftline.decoding.greedy import CachedTarget, Limit, greedy, greedy_batch
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.model import Drafter
 from draftline.errors import DataError
-from draftline.target.load import Target
+from draftline.target.inspect import context_limit
+from draftline.target.load import Target, text_config
 
 WARM_TOKENS = 16
 """Tokens decoded before a comparison is timed."""
@@ -61,16 +62,36 @@ class Evaluation:
     """tau if only the first 1, 2, ... B - 1 drafts of each block were verified: a shorter serving block."""
 
 
+def refuse_beyond_context(target: Target, prompts: Sequence[Prompt], limit: Limit) -> None:
+    """Every prompt, with the longest answer to it, must fit the positions that the target was made for.
+
+    Raises:
+        DataError: one does not; both numbers are named.
+    """
+    context = context_limit(text_config(target.model.config))
+    for number, prompt in enumerate(prompts, start=1):
+        length = len(prompt.input_ids)
+        if context is not None and length + limit.max_new_tokens > context:
+            fix = "shorten it" if length >= context else "shorten it or lower max_new_tokens"
+            of = f" ({prompt.slices[0]})" if prompt.slices else ""
+            raise DataError(
+                f"prompt {number} of {len(prompts)}{of} has {length} tokens; with an answer of "
+                f"{limit.max_new_tokens} (max_new_tokens) it is longer than the target's context of {context} "
+                f"tokens (max_position_embeddings); {fix}"
+            )
+
+
 def reference_answers(target: Target, prompts: Sequence[Prompt], limit: Limit) -> list[Reference]:
     """The target's greedy answers; made once, they serve every evaluation against this target.
 
     A prompt with a next turn gives one reference for each of its turns.
 
     Raises:
-        DataError: a prompt is empty.
+        DataError: a prompt is empty, or does not fit the target's context.
     """
     references: list[Reference] = []
     while prompts:
+        refuse_beyond_context(target, prompts, limit)
         answers = greedy_batch(target, [prompt.input_ids for prompt in prompts], limit)
         answered = [Reference(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
         references += answered

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftline.config import DrafterSpec
-from draftline.decoding.evaluate import Evaluation, Prompt, Reference, evaluate, reference_answers
+from draftline.decoding.evaluate import (
+    Evaluation,
+    Prompt,
+    Reference,
+    evaluate,
+    reference_answers,
+    refuse_beyond_context,
+)
 from draftline.decoding.greedy import Limit
 from draftline.drafter.model import Drafter
 from draftline.errors import StallError, blame
@@ -37,6 +44,8 @@ class Evaluator:
     """Replays the target's own answers; they are written once and serve every evaluation of the run."""
 
     def __init__(self, target: Target, spec: DrafterSpec, prompts: list[Prompt], limit: Limit) -> None:
+        """Raises DataError: a prompt does not fit the target's context."""
+        refuse_beyond_context(target, prompts, limit)
         # its own structure over the same weights: the hooks of an evaluation must not meet the workers'
         self._target = replace(target, model=share_weights(target.model))
         self._spec, self._prompts, self._limit = spec, prompts, limit

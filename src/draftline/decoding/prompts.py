@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from draftline.data.conversations import Conversation, parse_record
+from draftline.data.conversations import Conversation, parse_record, turns_of
 from draftline.data.reasons import UnusableRow
 from draftline.data.sources import resolve_source
 from draftline.data.template import ChatTemplate, TemplateOptions
@@ -53,8 +53,8 @@ def load_prompts(
 
     A source is a set's name (`prompt_sets.SETS`), `NAME=FOLDER` for a local copy of its hub repository, a file or
     folder of records, or `builtin:all` and `builtin:demo`. A record holds `messages` (the last answer, if there is
-    one, is left out) or `prompt` (one user turn), and optionally `task`, `language`, `tools`, and `thinking` (true or
-    false, which goes before the argument).
+    one, is left out; so are token ids beside them) or `prompt` (one user turn), and optionally `task`, `language`,
+    `tools`, and `thinking` (true or false, which goes before the argument).
 
     Args:
         num_prompts: of each source: the first of a file, evenly spread over a set.
@@ -62,13 +62,12 @@ def load_prompts(
 
     Raises:
         DataError: a source cannot be read, a line is malformed (it is named), or it holds no prompt.
-        ConfigError: a source is named twice, or the target's template has no thinking switch.
+        ConfigError: a source is named twice, or thinking is asked for, by the argument or by a record, and the
+            target's template has no switch for it.
     """
     template = ChatTemplate(tokenizer, TemplateOptions())
-    if thinking != "off" and template.switch is None:
-        raise ConfigError(
-            f"thinking={thinking}, but the target's chat template has no switch for it; leave it off"
-        )
+    if thinking != "off":
+        _require_switch(template, f"thinking={thinking}")
     sources = [names] if isinstance(names, str | Path) else list(names)
     labels = [_label(str(source)) for source in sources]
     if len(set(labels)) < len(labels):
@@ -85,9 +84,18 @@ def load_prompts(
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, think: bool = False) -> Prompt:
-    """One user turn as the target is given it."""
+    """One user turn as the target is given it.
+
+    Raises:
+        ConfigError: it is to think, but the template has no switch for that.
+    """
     template = ChatTemplate(tokenizer, TemplateOptions())
     return _encode(template, _Ask("prompt", ({"role": "user", "content": text},), ()), think)
+
+
+def _require_switch(template: ChatTemplate, asked: str) -> None:
+    if template.switch is None:
+        raise ConfigError(f"{asked}, but the target's chat template has no switch for it; leave it off")
 
 
 def _label(source: str) -> str:
@@ -151,7 +159,7 @@ def _ask(record: Any, where: str, label: str) -> _Ask:
 
 def _conversation(record: Any, where: str) -> Conversation:
     try:
-        parsed = parse_record(record)
+        parsed = parse_record(turns_of(record))
     except UnusableRow as error:
         raise DataError(f"{where}: not a prompt: {error}") from None
     if not isinstance(parsed, Conversation):
@@ -166,6 +174,8 @@ def _conversation(record: Any, where: str) -> Conversation:
 
 def _encode(template: ChatTemplate, ask: _Ask, think: bool) -> Prompt:
     """Render the turns with the answer's header and tokenise."""
+    if think:
+        _require_switch(template, f"{ask.where}: thinking=on")
     try:
         text = template.prompt(ask.messages, ask.tools, think=think)
     except UnusableRow as error:

@@ -94,6 +94,22 @@ def _refuse_unsafe_mask(
         )
 
 
+def context_limit(text_config: Any) -> int | None:
+    """Most tokens that a target can read by its text configuration; None where it does not say.
+
+    Stretched rope (yarn, dynamic, linear) reaches `factor` times the length it was trained at, which some
+    configurations keep as their `max_position_embeddings`.
+    """
+    limit: int | None = _field(text_config, "max_position_embeddings", None)
+    rope: dict[str, Any] = (
+        _field(text_config, "rope_parameters", None) or _field(text_config, "rope_scaling", None) or {}
+    )
+    if limit is None or rope.get("rope_type", rope.get("type")) not in ("yarn", "dynamic", "linear"):
+        return limit
+    trained = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int(trained * (rope.get("factor") or 1)))
+
+
 def resolve_spec(
     wanted: DrafterConfig,
     target: PreTrainedConfig,
