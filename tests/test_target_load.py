@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from draftline.config import TargetConfig
 from draftline.errors import CheckpointError, ConfigError
@@ -139,6 +143,48 @@ def test_a_target_without_tokenizer_is_refused_instead_of_getting_an_empty_one(f
         load_tokenizer(TargetConfig(path=str(folder)))
 
 
+def test_a_tokenizer_without_its_main_file_is_refused_with_the_files_name(folder: Path):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json: copy .* from the original") as error:
+        load_tokenizer(TargetConfig(path=str(folder)))
+    assert "tokenizer_config.json" not in str(error.value)
+    assert "sentencepiece" in str(error.value), "what transformers would have needed is said whole"
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_that_cannot_be_reached_is_said_with_the_way_round(offline: bool, tmp_path: Path):
+    code = (
+        "from draftline.config import TargetConfig; from draftline.target.load import read_target_config\n"
+        "read_target_config(TargetConfig(path='owner/name'))"
+    )
+    unreachable = {"HF_HUB_OFFLINE": "1"} if offline else {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_ETAG_TIMEOUT": "1", **unreachable}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert ("HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached") in last
+    assert "hf download owner/name --local-dir FOLDER; then set target.path=FOLDER" in last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_bars_are_for_terminals(terminal: bool, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    enable_progress_bar()
+    try:
+        load(folder)
+        assert is_progress_bar_enabled() is terminal
+    finally:
+        enable_progress_bar()
+
+
 def test_a_target_without_safetensors_is_refused(folder: Path):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing; .*safetensors are needed"):
@@ -237,7 +283,7 @@ def test_code_that_comes_with_a_target_does_not_run_unasked(folder: Path, tmp_pa
         model_type="no-such-model",
         auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
     )
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"set target\.trust_remote_code=true and target\.revision"):
         load(folder)
     assert not canary.exists()
 

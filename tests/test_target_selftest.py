@@ -134,3 +134,20 @@ def test_the_test_leaves_the_target_as_it_was():
     choose_form(model("qwen3"), TAPS)
     assert model("qwen3").config.to_dict() == before
     assert [len(layer._forward_hooks) for layer in layers] == hooks
+
+
+def test_states_that_are_not_finite_are_told_apart_from_a_leak():
+    overflows = with_a_last_word(model("qwen3"), lambda states: states * torch.inf)
+    with pytest.raises(ConfigError, match=r"not finite from tap 1 on .*float32 is too narrow"):
+        choose_form(overflows, TAPS)
+    assert choose_form(overflows, (0,)).form == "packed", "before the fault everything is sound"
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    broken = copy.deepcopy(model("qwen3"))
+    weight = broken.get_parameter("model.layers.2.mlp.up_proj.weight")
+    weight[0, 0] = torch.nan
+    with pytest.raises(
+        ConfigError, match=r"not finite from tap 3 on .*model\.layers\.2\.mlp\.up_proj\.weight"
+    ):
+        choose_form(broken, (3, 1, 4))

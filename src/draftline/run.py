@@ -1,6 +1,6 @@
 """A training run from a configuration to a measured, exported drafter. Read this first.
 
-prepare_job    refuse what cannot work, load the target, test it on itself (setup.py)
+prepare_job    refuse what cannot work, then load the target and test it on itself (setup.py)
 Session        the main thread: reports of the workers, metrics, checkpoints, evaluation, export (session.py)
 Engine         threads: target workers -> channels -> drafter workers (pipeline/engine.py)
 """

@@ -8,17 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from draftline.checkpoint import Checkpointer, Loaded, Snapshot, read_checkpoint
+from draftline.checkpoint import Loaded, Snapshot, read_checkpoint
 from draftline.checkpoint.layout import checkpoint_name
-from draftline.config import DrafterSpec, RunConfig
+from draftline.config import RunConfig
 from draftline.console import Bar, Screen
 from draftline.decoding.evaluate import Evaluation
 from draftline.decoding.evaluator import Evaluator
 from draftline.decoding.greedy import Limit
-from draftline.decoding.prompts import load_prompts
 from draftline.drafter.model import Drafter
 from draftline.drafter.stats import read_stats
 from draftline.drafter.worker import StepRecord
@@ -34,7 +32,7 @@ from draftline.resilience.signals import StopOnSignal
 from draftline.resilience.watchdog import Starvation
 from draftline.serving.card import model_card
 from draftline.serving.export import config_json, export_drafter, serving_tensors
-from draftline.setup import Prepared
+from draftline.setup import Prepared, checkpoint_bytes
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
@@ -73,12 +71,7 @@ class Session:
     def __init__(self, config: RunConfig, prepared: Prepared, screen: Screen, stop: StopOnSignal) -> None:
         self._config, self._screen, self._stop = config, screen, stop
         self._prepared, self._job = prepared, prepared.job
-        self._checkpointer = Checkpointer(
-            config.output / CHECKPOINTS,
-            prepared.identity,
-            keep=config.checkpoint.keep,
-            write_timeout_s=config.deadlines.write_timeout_s,
-        )
+        self._checkpointer = prepared.accepted.checkpointer
         self._progress = Progress(started=time.monotonic())
         self._records: dict[int, list[StepRecord]] = {}
         self._shards: dict[int, list[ShardState]] = {}
@@ -100,7 +93,7 @@ class Session:
 
     def run(self) -> Trained:
         """Resume or start, train to the end, measure, export."""
-        job = self._resume(self._checkpointer.load_latest())
+        job = self._resume(self._prepared.accepted.loaded)
         self._require_room(job)
         log = MetricsLog(self._config.output, job.schedule.first_step)
         try:
@@ -124,8 +117,8 @@ class Session:
     def _require_room(self, job: Job) -> None:
         if job.schedule.first_step >= job.schedule.num_steps:
             return
-        with self._full_disk_may_pass():
-            self._checkpointer.require_room(_checkpoint_bytes(job.spec))
+        with self._full_disk_may_pass():  # again: loading the target took its time, and others use the disk
+            self._checkpointer.require_room(checkpoint_bytes(job.spec))
 
     @contextmanager
     def _full_disk_may_pass(self) -> Iterator[None]:
@@ -154,12 +147,11 @@ class Session:
         self._report_evaluations(log)
 
     def _build_evaluator(self) -> Evaluator | None:
-        data, settings, target = self._config.data, self._config.evaluation, self._job.target
-        if not data.eval_path:
+        accepted = self._prepared.accepted
+        if not accepted.prompts:
             return None
-        prompts = load_prompts(data.eval_path, target.tokenizer, settings.num_prompts, settings.thinking)
-        limit = Limit(settings.max_new_tokens, self._prepared.stop_token_ids)
-        return Evaluator(target, self._job.spec, prompts, limit)
+        limit = Limit(self._config.evaluation.max_new_tokens, accepted.stop_token_ids)
+        return Evaluator(self._job.target, self._job.spec, accepted.prompts, limit)
 
     def _measure_start(self, job: Job) -> Evaluation | None:
         if self._evaluator is None or job.resumed is not None:
@@ -314,12 +306,6 @@ class Session:
         )
         card = model_card(spec, target.name, str(out), evaluation=after, conditions=conditions)
         return export_drafter(spec, weights, out, card)
-
-
-def _checkpoint_bytes(spec: DrafterSpec) -> int:
-    """Masters and two moments in float32, and the serving weights in bfloat16."""
-    with torch.device("meta"):
-        return sum(14 * parameter.numel() for parameter in Drafter(spec).parameters())
 
 
 def _initial_weights(job: Job) -> dict[str, Tensor]:

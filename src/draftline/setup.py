@@ -9,33 +9,61 @@ from pathlib import Path
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from draftline.checkpoint import Identity
+from draftline.checkpoint import Checkpointer, Identity, Loaded
 from draftline.config import DataConfig, DrafterSpec, RunConfig
 from draftline.console import Screen
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.report import print_report
-from draftline.data.rows import RowSource
+from draftline.data.rows import RowShape, RowSource
 from draftline.data.store import TokenStore, open_store, read_manifest
+from draftline.decoding.evaluate import Prompt
+from draftline.decoding.prompts import load_prompts
+from draftline.drafter.model import Drafter
 from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
 from draftline.pipeline.job import Job, max_documents, row_shape
-from draftline.pipeline.plan import make_plan
+from draftline.pipeline.plan import Plan, make_plan
 from draftline.pipeline.planning import refuse_what_cannot_fit, resolve_placement
 from draftline.pipeline.schedule import Schedule
+from draftline.resilience.folder import CHECKPOINTS
 from draftline.serving.warm_start import WarmStart, load_warm_start
 from draftline.target.inspect import resolve_spec, stop_token_ids
-from draftline.target.load import load_target, load_tokenizer, read_target_config, text_config
+from draftline.target.load import load_target, load_tokenizer, read_target_config, sketch_target, text_config
 from draftline.target.selftest import choose_form
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """What a run is made of besides its target's weights."""
+
+    spec: DrafterSpec
+    plan: Plan
+    shape: RowShape
+    source: RowSource
+    schedule: Schedule
+    store: TokenStore
+    start: WarmStart | None
+    stop_token_ids: frozenset[int]
+    prompts: list[Prompt]
+    """Held out; empty without `data.eval_path`."""
+    identity: Identity
+    checkpointer: Checkpointer
+    loaded: Loaded | None
+    """The checkpoint that the run goes on from."""
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """A job, and what its checkpoints must agree with."""
+    """A job, and what was accepted for it."""
 
     job: Job
-    identity: Identity
-    stop_token_ids: frozenset[int]
+    accepted: Accepted
+
+    @property
+    def identity(self) -> Identity:
+        """What its checkpoints must agree with."""
+        return self.accepted.identity
 
 
 def check_target(config: RunConfig) -> DrafterSpec:
@@ -44,30 +72,30 @@ def check_target(config: RunConfig) -> DrafterSpec:
     Raises:
         ConfigError: target, taps, mask token or shapes cannot work.
     """
-    target_config = read_target_config(config.target)
-    rows = int(text_config(target_config).vocab_size)
-    return resolve_spec(config.drafter, target_config, load_tokenizer(config.target), rows, scale=1.0)
+    sketch = sketch_target(config.target)
+    rows, scale = sketch.head.shape[0], sketch.embedding_scale
+    return resolve_spec(config.drafter, sketch.model.config, sketch.tokenizer, rows, scale)
 
 
-def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
-    """Resolve everything, load the target, and test it on itself.
+def accept(config: RunConfig, screen: Screen) -> Accepted:
+    """Refuse whatever can be refused without the target's weights, the quickest to find out first.
 
     Raises:
-        ConfigError, DataError, CheckpointError: what cannot work, with the fix.
+        ConfigError, DataError, CheckpointError, DiskFullError: what cannot work, with the fix.
     """
+    # target, taps, mask token and the drafter's shapes
+    spec = check_target(config)
+    # devices and their memory
     target_config = read_target_config(config.target)
-    expected = check_target(config)
-    plan = make_plan(resolve_placement(config, expected, target_config))
-    refuse_what_cannot_fit(config, expected, target_config, plan)
+    plan = make_plan(resolve_placement(config, spec, target_config))
+    refuse_what_cannot_fit(config, spec, target_config, plan)
     torch.set_num_threads(plan.cpu_threads)  # before any thread starts: compiled code guards on it
+    # held-out prompts, weights to start from, training data
     tokenizer = load_tokenizer(config.target)
+    prompts = _held_out_prompts(config, tokenizer)
+    start = load_warm_start(config.drafter, spec, config.output)
     stops = stop_token_ids(text_config(target_config).eos_token_id, tokenizer)
     store = open_or_prepare(config.data, config.output / STORE, tokenizer, stops, screen)
-    target = load_target(config.target, plan.targets[0])
-    spec = resolve_spec(
-        config.drafter, target_config, tokenizer, target.head.shape[0], target.embedding_scale
-    )
-    form = choose_form(target.model, spec.target_layer_ids)
     shape = row_shape(config, spec, plan.backend)
     source = RowSource(store, shape, config.seed)
     schedule = Schedule(
@@ -76,21 +104,52 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
         num_targets=len(plan.targets),
         num_drafters=len(plan.drafters),
     )
+    # checkpoints that are damaged or of another run, and room for new ones
+    identity = _identity(config, spec, schedule, store, start)
+    checkpointer = _checkpointer(config, identity)
+    loaded = checkpointer.load_latest()
+    if config.checkpoint.on_disk_full == "stop" and (loaded is None or loaded.step < schedule.num_steps):
+        checkpointer.require_room(checkpoint_bytes(spec))
+    return Accepted(
+        spec=spec,
+        plan=plan,
+        shape=shape,
+        source=source,
+        schedule=schedule,
+        store=store,
+        start=start,
+        stop_token_ids=frozenset(stops),
+        prompts=prompts,
+        identity=identity,
+        checkpointer=checkpointer,
+        loaded=loaded,
+    )
+
+
+def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
+    """Accept the settings, then load the target and test it on itself: minutes for a large one.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, DiskFullError: what cannot work, with the fix.
+    """
+    accepted = accept(config, screen)
+    spec, plan, start = accepted.spec, accepted.plan, accepted.start
+    target = load_target(config.target, plan.targets[0])
+    form = choose_form(target.model, spec.target_layer_ids)
     for line in (*plan.describe(), f"target      {form.form} rows: {form.reason}"):
         screen.say(line)
-    start = load_warm_start(config.drafter, spec, config.output)
     if start is not None:
         screen.say(f"warm start  from {start.source}, weights {start.sha256[:12]}")
     boundaries = {config.checkpoint.every, config.evaluation.every or config.checkpoint.every}
     job = Job(
         spec=spec,
         plan=plan,
-        schedule=schedule,
-        shape=shape,
-        source=source,
+        schedule=accepted.schedule,
+        shape=accepted.shape,
+        source=accepted.source,
         target=target,
         form=form.form,
-        max_documents=max_documents(torch.from_numpy(store.lengths), shape.token_budget),
+        max_documents=max_documents(torch.from_numpy(accepted.store.lengths), accepted.shape.token_budget),
         optim=config.optim,
         loss=config.loss,
         deadlines=config.deadlines,
@@ -99,7 +158,7 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
         initial=start and start.weights,
     )
     screen.say(prove_start(job).describe())
-    return Prepared(job, _identity(config, spec, schedule, store, start), frozenset(stops))
+    return Prepared(job, accepted)
 
 
 def open_or_prepare(
@@ -117,6 +176,26 @@ def open_or_prepare(
     # The run's own store follows its settings; checkpoints made from others are refused by their identity.
     print_report(prepare(path, tokenizer, out, options, overwrite=True), screen.console)
     return open_store(out, hash_tokenizer(tokenizer))
+
+
+def checkpoint_bytes(spec: DrafterSpec) -> int:
+    """Masters and two moments in float32, and the serving weights in bfloat16."""
+    with torch.device("meta"):
+        return sum(14 * parameter.numel() for parameter in Drafter(spec).parameters())
+
+
+def _held_out_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    settings, names = config.evaluation, config.data.eval_path
+    return load_prompts(names, tokenizer, settings.num_prompts, settings.thinking) if names else []
+
+
+def _checkpointer(config: RunConfig, identity: Identity) -> Checkpointer:
+    return Checkpointer(
+        config.output / CHECKPOINTS,
+        identity,
+        keep=config.checkpoint.keep,
+        write_timeout_s=config.deadlines.write_timeout_s,
+    )
 
 
 def _num_steps(config: RunConfig, source: RowSource) -> int:

@@ -117,7 +117,7 @@ class Drafter(nn.Module):
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
-        _refuse_impossible_shapes(spec)
+        refuse_impossible_shapes(spec)
         self.spec = spec
         self.fc = nn.Linear(spec.num_taps * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
@@ -178,7 +178,12 @@ class Drafter(nn.Module):
         return self.norm(x)
 
 
-def _refuse_impossible_shapes(spec: DrafterSpec) -> None:
+def refuse_impossible_shapes(spec: DrafterSpec) -> None:
+    """Find what no drafter can be built from; costs nothing.
+
+    Raises:
+        ConfigError: heads do not divide, or a window is shorter than the block.
+    """
     if spec.num_heads % spec.num_kv_heads:
         raise ConfigError(
             f"num_heads={spec.num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}; "

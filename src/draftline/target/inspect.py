@@ -9,6 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from draftline.config import DrafterConfig, DrafterSpec
 from draftline.data.fingerprint import hash_tokenizer
+from draftline.drafter.model import refuse_impossible_shapes
 from draftline.errors import ConfigError
 from draftline.target.load import text_config
 
@@ -127,14 +128,14 @@ def resolve_spec(
         scale: factor on the target's embedding rows.
 
     Raises:
-        ConfigError: taps, mask token or layer types cannot work.
+        ConfigError: taps, mask token, layer types or shapes cannot work.
     """
     text = text_config(target)
     num_layers = wanted.num_layers
     layer_types = wanted.layer_types or ("full_attention",) * num_layers
     _check_layer_types(wanted, layer_types)
     heads = wanted.num_heads or text.num_attention_heads
-    return DrafterSpec(
+    spec = DrafterSpec(
         hidden_size=text.hidden_size,
         intermediate_size=wanted.intermediate_size or _field(text, "intermediate_size", 3 * text.hidden_size),
         num_layers=num_layers,
@@ -159,6 +160,8 @@ def resolve_spec(
         pad_token_id=_single(tokenizer.pad_token_id),
         tokenizer_sha256=hash_tokenizer(tokenizer),
     )
+    refuse_impossible_shapes(spec)
+    return spec
 
 
 def _check_layer_types(wanted: DrafterConfig, layer_types: tuple[str, ...]) -> None:
@@ -169,6 +172,11 @@ def _check_layer_types(wanted: DrafterConfig, layer_types: tuple[str, ...]) -> N
     if "sliding_attention" in layer_types and wanted.sliding_window is None:
         raise ConfigError(
             "drafter.layer_types has sliding layers; set drafter.sliding_window (tokens, such as 2048)"
+        )
+    if "sliding_attention" not in layer_types and wanted.sliding_window is not None:
+        raise ConfigError(
+            f"drafter.sliding_window={wanted.sliding_window} has no effect without a sliding layer; name them in "
+            "drafter.layer_types (full_attention or sliding_attention, one for each layer), or leave it out"
         )
     if wanted.sliding_window is not None and wanted.sliding_window < wanted.block_size:
         raise ConfigError(

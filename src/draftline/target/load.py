@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from draftline.config import TargetConfig
 from draftline.embedded import EMBEDDED_NAMES, embedded_path
@@ -17,6 +24,7 @@ from draftline.errors import CheckpointError, ConfigError
 from draftline.target.shards import check_shards
 
 BUILTIN = "builtin:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -77,13 +85,10 @@ def read_target_config(config: TargetConfig) -> PreTrainedConfig:
         ConfigError: nothing there, or not a decoder-only causal model.
     """
     path = resolve_path(config)
-    try:
+    with _explained(config, "cannot be read"):
         target_config = AutoConfig.from_pretrained(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"target {config.path!r} cannot be read: {reason}") from None
     architectures = target_config.architectures or []
     causal = any(name.endswith(CAUSAL_SUFFIXES) for name in architectures)
     if target_config.is_encoder_decoder or not causal:
@@ -121,19 +126,68 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
         ConfigError: there is none.
     """
     path = resolve_path(config)
-    try:
+    missing = [name for name in TOKENIZER_FILES if Path(path).is_dir() and not (Path(path) / name).is_file()]
+    without = f" (it has no {' and no '.join(missing)}: copy them from the original model)" if missing else ""
+    with _explained(config, f"has no usable tokenizer{without}"):
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"target {config.path!r} has no usable tokenizer: {reason}") from None
     # without files, transformers makes an empty tokenizer of the family and says nothing
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(
-            f"target {config.path!r} has no tokenizer files; copy tokenizer.json and tokenizer_config.json into it"
+            f"target {config.path!r} has no tokenizer files; copy {' and '.join(TOKENIZER_FILES)} into it"
         )
     return tokenizer
+
+
+@contextmanager
+def _explained(config: TargetConfig, what: str) -> Iterator[None]:
+    """Turn what transformers says of a target into one sentence with the fix.
+
+    Raises:
+        ConfigError: instead of any OSError or ValueError but a full disk.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"target {config.path!r} {what}: {_reason(config, error)}") from None
+
+
+def _reason(config: TargetConfig, error: OSError | ValueError) -> str:
+    said = " ".join(str(error).split())  # its lists and fixes follow in later lines
+    if "trust_remote_code" in said and not config.trust_remote_code:
+        return (
+            "it needs code of its own (auto_map), which is not run unasked. Read that code, then set "
+            "target.trust_remote_code=true and target.revision to the 40-digit commit that you have read"
+        )
+    if isinstance(error.__cause__, LocalEntryNotFoundError | OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached"
+        return (
+            f"{why} and the model is not in the hub's cache. Where there is a network, download it first: "
+            f"hf download {config.path} --local-dir FOLDER; then set target.path=FOLDER (HF_HUB_OFFLINE=1 keeps a "
+            "run from asking the hub for anything)"
+        )
+    return said
+
+
+def sketch_target(config: TargetConfig) -> Target:
+    """The target on the meta device: its shapes and its embedding's scale, without one weight.
+
+    Raises:
+        ConfigError: see `read_target_config`, `load_tokenizer` and `wrap_target`.
+    """
+    target_config = read_target_config(config)
+    own_code = config.trust_remote_code and "AutoModelForCausalLM" in (
+        getattr(target_config, "auto_map", None) or {}
+    )
+    pinned = {"code_revision": config.revision} if own_code else {}
+    with torch.device("meta"), _explained(config, "cannot be built"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            target_config, trust_remote_code=config.trust_remote_code, **pinned
+        )
+    return wrap_target(config.path, model, load_tokenizer(config))
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
@@ -152,7 +206,10 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         "ignore_mismatched_sizes": True,  # they are refused below, by name
         "output_loading_info": True,
     }
-    loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_path(config), **arguments)
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log, each of its states is a line
+    with _explained(config, "cannot be loaded"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_path(config), **arguments)
     model, loading = loaded
     _refuse_unset_weights(
         config.path, [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]

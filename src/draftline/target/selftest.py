@@ -58,7 +58,8 @@ def choose_form(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> Fo
     """Packed if the target passes the self-test that way, else batched.
 
     Raises:
-        ConfigError: neither form reproduces a document run alone; the figures are named.
+        ConfigError: neither form reproduces a document run alone, the figures are named; or the hidden states are
+            not finite.
     """
     dtype = model.get_input_embeddings().weight.dtype
     assert isinstance(dtype, torch.dtype)
@@ -92,6 +93,8 @@ def _measure(model: PreTrainedModel, taps: tuple[int, ...], form: Form) -> _Figu
     documents, others = (
         [torch.randint(0, vocab, (n,), generator=generator) for n in TEST_LENGTHS] for _ in range(2)
     )
+    alone = _alone(model, taps, documents)
+    _refuse_not_finite(model, taps, torch.cat(alone))
     forward = TappedForward(model, taps, TEST_BUDGET, len(documents), form)
     row = _row(documents)
     there = _run(forward, row)
@@ -99,14 +102,34 @@ def _measure(model: PreTrainedModel, taps: tuple[int, ...], form: Form) -> _Figu
     middle = slice(row.starts[1], row.starts[2])
     distances = [
         distance(there[start:stop], states, len(taps))
-        for start, stop, states in zip(
-            row.starts, row.starts[1:], _alone(model, taps, documents), strict=False
-        )
+        for start, stop, states in zip(row.starts, row.starts[1:], alone, strict=False)
     ]
     return _Figures(
         leak=float((there[middle] - moved[middle]).abs().max()),
         drift=float(distance(moved[middle], there[middle], len(taps))),
         distance=float(torch.stack(distances).max()),
+    )
+
+
+def _refuse_not_finite(model: PreTrainedModel, taps: tuple[int, ...], states: Tensor) -> None:
+    """A NaN is equal to nothing, so that it would look like a leak.
+
+    Args:
+        states: [tokens, K * D] in the order of `taps`.
+    """
+    finite = states.unflatten(-1, (len(taps), -1)).isfinite().all(dim=-1).all(dim=0).tolist()  # [K]
+    bad = sorted(tap for tap, is_finite in zip(taps, finite, strict=True) if not is_finite)
+    if not bad:
+        return
+    broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+    cause = (
+        f"{len(broken)} of its weights hold NaN or infinity ({', '.join(broken[:3])}); download it again"
+        if broken
+        else f"its weights are, so {str(states.dtype).removeprefix('torch.')} is too narrow; use another target.dtype, "
+        "such as bfloat16 or float32"
+    )
+    raise ConfigError(
+        f"{type(model).__name__}: the hidden states are not finite from tap {bad[0]} on (of {sorted(taps)}): {cause}"
     )
 
 

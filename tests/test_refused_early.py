@@ -1,0 +1,129 @@
+"""What can be known without the target's weights is refused before they are read: for a large one that is minutes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftline.checkpoint.files import CheckpointFileSystem
+from draftline.cli import parse_run
+from draftline.config import TargetConfig
+from draftline.console import Screen
+from draftline.embedded import embedded_path
+from draftline.errors import ConfigError, DiskFullError, DraftlineError
+from draftline.run import train
+from draftline.serving.export import export_drafter
+from draftline.target.load import load_target, sketch_target
+from tests.oracles.tiny import random_drafter, tiny_spec
+from tests.target_families import save_target
+from tests.test_cli import SETTINGS, changed
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the target's weights fails the test."""
+
+    def read(*_: object) -> None:
+        pytest.fail("the target's weights were read")
+
+    monkeypatch.setattr("draftline.setup.load_target", read)
+
+
+def refusal(flags: list[str], output: Path) -> DraftlineError:
+    with pytest.raises(DraftlineError) as refused:
+        train(parse_run([*flags, f"--output={output}"]), Screen(quiet=True))
+    result = json.loads((output / "result.json").read_text())
+    assert result["exit_code"] == refused.value.exit_code
+    return refused.value
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data.eval-path=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--data.eval-path=gsm9k"], "gsm8k"),
+        (["--evaluation.thinking=on"], "no switch"),
+        (["--drafter.num-heads=3", "--drafter.num-kv-heads=2"], "num_heads=3 is not a multiple"),
+        (["--drafter.head-dim=7"], "head_dim=7 is odd"),
+        (["--drafter.sliding-window=8"], "drafter.sliding_window=8 has no effect"),
+        (["--drafter.init-from=/nowhere"], "/nowhere is neither a drafter"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_without_weights(flags, words, tmp_path):
+    given = list(SETTINGS)
+    for flag in flags:
+        name = flag.partition("=")[0]
+        given = [one for one in given if not one.startswith(name)]
+    assert words in str(refusal([*given, "--optim.steps=1", *flags], tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_an_empty_file_of_prompts_is_refused_without_weights(tmp_path):
+    (tmp_path / "held-out.jsonl").write_text("")
+    flags = [*changed(f"--data.eval-path={tmp_path}/held-out.jsonl"), "--optim.steps=1"]
+    assert "held-out.jsonl" in str(refusal(flags, tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_set_that_needs_a_missing_package_is_refused_without_weights(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    flags = [*changed("--data.eval-path=gsm8k"), "--optim.steps=1"]
+    assert "pip install 'draftline[data]'" in str(refusal(flags, tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_target_without_a_chat_template_is_refused_without_weights(tmp_path):
+    target = Path(shutil.copytree(embedded_path("tiny"), tmp_path / "target"))
+    (target / "chat_template.jinja").unlink(missing_ok=True)
+    path = target / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("chat_template", None)
+    path.write_text(json.dumps(config))
+    flags = [*changed(f"--target.path={target}"), "--optim.steps=1"]
+    assert "chat template" in str(refusal(flags, tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_start_of_another_shape_is_refused_without_weights(tmp_path):
+    drafter = random_drafter(tiny_spec(), dtype=torch.bfloat16)
+    export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "other")
+    flags = [*SETTINGS, "--optim.steps=1", f"--drafter.init-from={tmp_path / 'other'}"]
+    assert "block_size is 4 there and 8 here" in str(refusal(flags, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    flags = [*changed("--data.eval-path=builtin:demo"), "--optim.steps=1"]
+    return train(
+        parse_run([*flags, f"--output={tmp_path_factory.mktemp('early') / 'run'}"]), Screen(quiet=True)
+    ).folder
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_settings_that_have_changed_since_the_checkpoint_are_refused_without_weights(trained):
+    error = refusal([*SETTINGS, "--optim.steps=1", "--optim.lr=0.5"], trained)
+    assert isinstance(error, ConfigError)
+    assert "config.optim.lr was 0.0006 and is now 0.5" in str(error)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_disk_without_room_for_checkpoints_is_refused_without_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(CheckpointFileSystem, "free_bytes", lambda *_: 100_000)
+    error = refusal([*SETTINGS, "--optim.steps=1"], tmp_path / "run")
+    assert isinstance(error, DiskFullError)
+    assert error.exit_code == 8
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_the_sketch_of_a_target_has_the_shapes_and_the_scale_of_its_weights(family, tmp_path):
+    config = TargetConfig(path=str(save_target(tmp_path / family, family)))
+    sketch, target = sketch_target(config), load_target(config, torch.device("cpu"))
+    assert sketch.head.is_meta
+    assert sketch.head.shape == target.head.shape
+    assert sketch.embedding_scale == target.embedding_scale
