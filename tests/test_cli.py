@@ -286,6 +286,19 @@ def test_a_command_line_that_cannot_work_is_one_sentence(arguments, words, capsy
     assert "errors.pydantic.dev" not in said
 
 
+@pytest.mark.parametrize(
+    "command", [("evaluate", "run", "p"), ("generate", "run", "Hi"), ("export", "run", "out")]
+)
+def test_a_compute_type_that_there_is_not_is_refused_with_those_that_there_are(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        app([*command, "--target=builtin:tiny", "--dtype=int8"])
+    printed = capsys.readouterr()
+    said = " ".join((printed.out + printed.err).split())
+    assert ended.value.code == 2
+    assert said.startswith("draftline: ")
+    assert all(name in said for name in ("--dtype", "int8", "auto", "float32", "bfloat16", "float16"))
+
+
 def test_a_mistyped_key_in_the_file_gets_the_nearest_name(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("target: {path: builtin:tiny}\ndata: {path: x}\noutput: o\noptim: {steps: 1, lrr: 2}\n")

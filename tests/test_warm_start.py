@@ -99,6 +99,25 @@ def test_all_differences_are_named_at_once(tmp_path):
     assert all(name in str(refusal.value) for name in ("block_size", "head_dim", "num_layers"))
 
 
+def test_another_number_of_layers_is_one_difference_and_not_one_for_each_setting_of_a_layer(tmp_path):
+    wanted = DrafterConfig(init_from=str(write("z-lab", tmp_path / "old")))
+    other = DRAFTER.spec.model_copy(update={"num_layers": 2, "layer_types": DRAFTER.spec.layer_types[:2]})
+    with pytest.raises(ConfigError) as refusal:
+        load_warm_start(wanted, other, OUTPUT)
+    assert str(refusal.value).count(" there and ") == 1
+    assert "num_layers is 3 there and 2 here" in str(refusal.value)
+
+
+def test_settings_of_layers_are_shown_as_they_are_compared(tmp_path):
+    wanted = DrafterConfig(init_from=str(write("z-lab", tmp_path / "old")))
+    sliding = ("sliding_attention", "full_attention", "full_attention")
+    other = DRAFTER.spec.model_copy(update={"layer_types": sliding, "sliding_window": 6})
+    with pytest.raises(
+        ConfigError, match=r"sliding_window is \[None, None, None\] there and \[6, None, None\] here"
+    ):
+        load_warm_start(wanted, other, OUTPUT)
+
+
 def test_a_drafter_that_records_no_tokenizer_is_taken(tmp_path):
     folder = write("z-lab", tmp_path / "old")
     config = json.loads((folder / "config.json").read_text())

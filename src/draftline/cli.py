@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from draftline import __version__
-from draftline.config import TargetConfig
+from draftline.config import Dtype, TargetConfig
 from draftline.console import Screen
 from draftline.data.options import (
     LocalOptions,
@@ -310,7 +310,7 @@ def evaluate(
     /,
     *prompts: str,
     target: str,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     options: Annotated[MeasureOptions, Parameter(name="*")] = MEASURE,
     json_output: JsonFlag = False,
 ) -> None:
@@ -326,7 +326,7 @@ def evaluate(
     target
         The model that the drafter was trained for.
     dtype
-        Compute type of both: auto, float32, bfloat16, float16.
+        Compute type of both.
     json_output
         Print one JSON object.
     """
@@ -349,7 +349,7 @@ def export(
     target: str | None = None,
     format: Literal["z-lab", "speculators"] = "z-lab",
     name: str | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     options: Annotated[MeasureOptions, Parameter(name="*")] = MEASURE,
     json_output: JsonFlag = False,
 ) -> None:
@@ -412,7 +412,7 @@ def generate(
     prompt: str,
     *,
     target: str,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     options: Annotated[GenerateOptions, Parameter(name="*")] = GENERATE,
     json_output: JsonFlag = False,
 ) -> None:
@@ -476,5 +476,5 @@ def _print(values: dict[str, Any], *, json_output: bool) -> None:
         print(f"{key:24} {value}")
 
 
-def _target(path: str, dtype: str = "auto") -> TargetConfig:
+def _target(path: str, dtype: Dtype = "auto") -> TargetConfig:
     return TargetConfig.model_validate({"path": path, "dtype": dtype})

@@ -17,6 +17,9 @@ from pydantic_core import ErrorDetails
 TILE = 128
 """Tokens: side of a block-sparse attention tile; token and block budgets are multiples of it."""
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""Compute type of a target."""
+
 
 class Frozen(BaseModel):
     """Base of all settings: immutable, no unknown keys, docstrings under fields become descriptions."""
@@ -29,7 +32,7 @@ class TargetConfig(Frozen):
 
     path: str
     """Folder of a transformers model, `builtin:tiny`, `builtin:hybrid`, or a hub name."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     """Compute type; auto takes the checkpoint's own type on CUDA and float32 on a CPU."""
     revision: str | None = None
     """Hub commit; required when `trust_remote_code` is set."""

@@ -11,13 +11,14 @@ import torch
 
 from draftline.cli import replay as replay_command
 from draftline.drafter.worker import first_bad_row
-from draftline.errors import Blame, CheckpointError, NonFiniteError, blame_of
+from draftline.errors import Blame, CheckpointError, ConfigError, NonFiniteError, blame_of
 from draftline.resilience.badstep import read_bad_step
 from draftline.resilience.faults import Fault, armed
 from draftline.resilience.replay import describe, replay
 from tests.faults.real_runs import (
     EVERY,
     ROWS_PER_STEP,
+    STEPS,
     assert_same_state,
     final_state,
     metrics_of,
@@ -135,6 +136,40 @@ def test_a_damaged_saved_step_is_refused(exploded: Path, tmp_path: Path) -> None
 def test_an_ordinary_checkpoint_is_no_saved_step(unbroken: Path) -> None:
     with pytest.raises(CheckpointError, match="not-finite"):
         replay(next((unbroken / "checkpoints").glob("step-*")))
+
+
+def test_whoever_names_something_else_is_told_what_is_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match="run does not exist; saved steps lie in"):
+        replay(run)
+    run.mkdir()
+    with pytest.raises(ConfigError, match="is no saved step, nor a run"):
+        replay(run)
+    (run / "result.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is a file"):
+        replay(run / "result.json")
+    with pytest.raises(ConfigError, match="run has no saved step"):
+        replay(run)
+    for step in (3, 12):
+        (run / "not-finite" / f"step-{step:06d}").mkdir(parents=True)
+    for named in (run, run / "not-finite"):
+        with pytest.raises(ConfigError, match=r"has 2: \S+not-finite/step-000003, \S+not-finite/step-000012"):
+            replay(named)
+
+
+def test_a_step_that_cannot_be_saved_leaves_no_folder(tmp_path: Path, store: Path) -> None:
+    """Neither for a disk that refuses nor for a value that cannot be written."""
+    for kind, where in (("enospc", "file"), ("raise", "manifest")):
+        output = tmp_path / kind
+        # the checkpoint of no step has this number: only the saved step meets the fault
+        flags = settings(output, data__path=store, optim__lr=1e30, checkpoint__every=1000)
+        with (
+            armed(*(Fault(worker="checkpoint", where=where, at=step, kind=kind) for step in range(STEPS))),
+            pytest.raises(NonFiniteError) as caught,
+        ):
+            train_here(flags)
+        assert any("could not be saved" in note for note in caught.value.__notes__)
+        assert not (output / "not-finite").exists()
 
 
 def test_the_bad_row_is_the_first_whose_running_sum_breaks() -> None:

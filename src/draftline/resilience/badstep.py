@@ -8,7 +8,7 @@ as a checkpoint is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,19 +17,25 @@ from torch import Tensor
 
 from draftline.checkpoint import Snapshot, read_checkpoint
 from draftline.checkpoint.files import CheckpointFileSystem
-from draftline.checkpoint.layout import checkpoint_name
+from draftline.checkpoint.layout import checkpoint_name, steps_in
+from draftline.checkpoint.manifest import MANIFEST
 from draftline.checkpoint.write import write_checkpoint
 from draftline.config import DrafterSpec, RunConfig
 from draftline.data.rows import Row
 from draftline.data.transfer import ROW_TENSORS
-from draftline.errors import CheckpointError, NonFiniteError
+from draftline.errors import CheckpointError, ConfigError, NonFiniteError
 from draftline.pipeline.engine import BadStep
+from draftline.resilience.folder import CHECKPOINTS
 from draftline.resilience.fsio import disk_failures_explained, make_folders, remove_tree, require_space
+from draftline.resilience.result import RESULT
 from draftline.setup import Prepared
 from draftline.target.forward import Form
 
 FOLDER = "not-finite"
 """Folder of saved steps in a run's output folder."""
+WHERE_STEPS_LIE = (
+    f"saved steps lie in {FOLDER}/ of a run that ended with exit code {NonFiniteError.exit_code}"
+)
 _WEIGHTS, _ROWS, _RUN, _SPEC = "weights.safetensors", "rows.safetensors", "run.json", "drafter.json"
 
 
@@ -76,12 +82,17 @@ def save_bad_step(prepared: Prepared, config: RunConfig, bad: BadStep) -> Path:
         meta={"rows": [row.index for row in rows], "form": job.form},
     )
     fs, place = CheckpointFileSystem(), root / checkpoint_name(bad.step)
-    with disk_failures_explained(root, f"saving step {bad.step} for replay"):
-        make_folders(fs, root)
-        require_space(fs, root, snapshot.size)
-        if place.exists():  # the same step of the same run, met again
-            remove_tree(fs, place)
-        write_checkpoint(fs, root, snapshot, prepared.identity)
+    try:
+        with disk_failures_explained(root, f"saving step {bad.step} for replay"):
+            make_folders(fs, root)
+            require_space(fs, root, snapshot.size)
+            if place.exists():  # the same step of the same run, met again
+                remove_tree(fs, place)
+            write_checkpoint(fs, root, snapshot, prepared.identity)
+    except BaseException:
+        with suppress(OSError):  # steps that are there keep it
+            root.rmdir()
+        raise
     return place
 
 
@@ -115,14 +126,13 @@ def read_bad_step(folder: Path) -> SavedStep:
     """Read and verify a saved step.
 
     Raises:
-        CheckpointError: the folder is missing or damaged, or is another kind of checkpoint.
+        ConfigError: there is no such folder, or it is another; what is there is said.
+        CheckpointError: it is damaged, or another kind of checkpoint.
     """
+    _require_saved_step(folder)
     loaded = read_checkpoint(folder)
     if _ROWS not in loaded.tensors:
-        raise CheckpointError(
-            f"{folder} is no step saved for replay; those lie in the folder {FOLDER}/ of a run that ended with exit "
-            "code 5"
-        )
+        raise CheckpointError(f"{folder} is no step saved for replay; {WHERE_STEPS_LIE}")
     return SavedStep(
         step=loaded.step,
         config=RunConfig.model_validate_json(loaded.texts[_RUN]),
@@ -131,3 +141,22 @@ def read_bad_step(folder: Path) -> SavedStep:
         rows=tuple(_row(index, loaded.tensors[_ROWS]) for index in loaded.meta["rows"]),
         weights=loaded.tensors[_WEIGHTS],
     )
+
+
+def _require_saved_step(folder: Path) -> None:
+    """Say what is there instead of a saved step."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}; {WHERE_STEPS_LIE}")
+    if (folder / MANIFEST).is_file():
+        return
+    root = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    saved = [str(root / checkpoint_name(step)) for step in steps_in(root)]
+    if (folder / CHECKPOINTS).is_dir() or (folder / RESULT).is_file() or folder.name == FOLDER:
+        run = folder.parent if folder.name == FOLDER else folder
+        if not saved:
+            raise ConfigError(f"the run {run} has no saved step; {WHERE_STEPS_LIE}")
+        raise ConfigError(
+            f"{folder} is no saved step; the run {run} has {len(saved)}: {', '.join(saved)}. Name one"
+        )
+    raise ConfigError(f"{folder} is no saved step, nor a run: it has no {MANIFEST}; {WHERE_STEPS_LIE}")

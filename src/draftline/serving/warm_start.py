@@ -7,9 +7,10 @@ worse than its loss tells; so every difference is refused by name.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from draftline.serving.importing import find_drafter, load_drafter
 
 IRRELEVANT = {"max_position_embeddings", "bos_token_id", "pad_token_id"}
 """Fields of a spec that change neither what is computed nor what is learnt."""
+
+PER_LAYER = {"layer_types", "sliding_window", "is_causal"}
+MAY_BE_UNKNOWN = {"tokenizer_sha256", "eos_token_id"}
+"""Not every trainer records them."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,12 @@ def refuse_other_architecture(found: DrafterSpec, wanted: DrafterSpec, source: P
         ConfigError: they do not; every field is named with both values and, where there is one, the setting.
     """
     differences = [
-        f"{name} is {getattr(found, name)!r} there and {getattr(wanted, name)!r} here"
+        f"{name} is {theirs!r} there and {ours!r} here"
         + (f" (drafter.{name})" if name in DrafterConfig.model_fields else "")
         for name in DrafterSpec.model_fields
-        if _differs(name, found, wanted)
+        if name not in IRRELEVANT
+        for theirs, ours in [_values(name, found, wanted)]
+        if theirs != ours
     ]
     if differences:
         raise ConfigError(
@@ -78,12 +85,16 @@ def refuse_other_architecture(found: DrafterSpec, wanted: DrafterSpec, source: P
         )
 
 
-def _differs(name: str, found: DrafterSpec, wanted: DrafterSpec) -> bool:
-    if name in IRRELEVANT:
-        return False
-    if name in ("tokenizer_sha256", "eos_token_id") and None in (getattr(found, name), getattr(wanted, name)):
-        return False  # not every trainer records it
-    return found.effective(name) != wanted.effective(name)
+def _values(name: str, found: DrafterSpec, wanted: DrafterSpec) -> tuple[object, object]:
+    """A field of two specs by what it does, as it is compared and shown."""
+    values = found.effective(name), wanted.effective(name)
+    if name in PER_LAYER:  # over the layers that both have: num_layers is a difference of its own
+        shared = min(found.num_layers, wanted.num_layers)
+        theirs, ours = (list(cast("Sequence[object]", value))[:shared] for value in values)
+        return theirs, ours
+    if name in MAY_BE_UNKNOWN and None in values:
+        return None, None
+    return values
 
 
 def _hash_weights(weights: Mapping[str, Tensor], source: Path) -> str:
