@@ -72,6 +72,12 @@ def test_prepare_clips_at_the_length_asked_for(prepared):
     assert prepared("--max-length=30")["notes"][str(Note.CLIPPED)] >= 1
 
 
+def test_prepare_refuses_a_length_beyond_the_targets_context(prepared):
+    assert prepared("--max-length=2048")["kept"] == 3
+    with pytest.raises(ConfigError, match=r"max_length=4096 .*context of 2048 tokens"):
+        prepared("--max-length=4096")
+
+
 def test_prepare_supervises_the_last_turn_only_when_asked(prepared):
     assert prepared("--turns=last")["supervised"] < prepared()["supervised"]
 

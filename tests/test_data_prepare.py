@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
+from draftline.config import DataConfig
+from draftline.console import Screen
 from draftline.data.encoding import decode
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.reasons import Note, Reason
-from draftline.data.store import StoreWriter, open_store
-from draftline.errors import DataError, DiskFullError, FolderInUseError
-from tests.data_tokenizer import CHATML, ENDS_TWICE, make_tokenizer
+from draftline.data.store import StoreWriter, TokenStore, open_store
+from draftline.errors import ConfigError, DataError, DiskFullError, FolderInUseError
+from draftline.setup import open_or_prepare
+from tests.data_tokenizer import CHATML, ENDS_TWICE, TAGGED, make_tokenizer
 
 APPLES = {
     "messages": [
@@ -39,6 +42,12 @@ def supervised_texts(store_path: Path, tokenizer: Any) -> list[str]:
     return [decode(tokenizer, document.input_ids[document.supervised].tolist()) for document in documents]
 
 
+def opened(store: Path, tokenizer: Any, context: int | None = None) -> TokenStore:
+    """The store as a run opens it."""
+    config = DataConfig(path=str(store))
+    return open_or_prepare(config, store.with_name("unused"), tokenizer, (), context, Screen(quiet=True))
+
+
 def test_the_supervised_text_is_the_answer_and_its_end_of_turn(tmp_path):
     tokenizer = make_tokenizer()
     report = prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES, FOX]), tokenizer, tmp_path / "store")
@@ -55,7 +64,7 @@ def test_token_ids_need_no_chat_template(tmp_path):
     source.write_text('{"prompt_ids": [1, 2], "completion_ids": [3, 4]}\n')
     report = prepare(source, tokenizer, tmp_path / "store")
     assert report.supervised == 2
-    assert report.marked == "by the masks that came with their token ids"
+    assert report.marked == "by the masks or turns of token ids (1 row)"
     source.write_text('{"prompt": "a", "response": "b"}\n')
     with pytest.raises(DataError, match="no chat template"):
         prepare(source, tokenizer, tmp_path / "other")
@@ -187,6 +196,68 @@ def test_a_long_document_is_clipped_and_counted_a_long_prompt_dropped(tmp_path):
     assert report.notes[Note.CLIPPED] == 1
     assert report.dropped == {Reason.PROMPT_TOO_LONG: 1}
     assert open_store(tmp_path / "store").lengths.max() == 32
+
+
+def test_the_targets_context_limits_the_default_length_and_refuses_a_longer_one_that_was_asked_for(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES, {"prompt": "go", "response": "fox " * 90}])
+    report = prepare(source, make_tokenizer(), tmp_path / "store", context=32)
+    assert report.notes == {Note.BEYOND_CONTEXT: 1}
+    assert open_store(tmp_path / "store").lengths.max() == 32
+    with pytest.raises(ConfigError, match=r"max_length=33 .*context of 32 tokens.*at most 32"):
+        prepare(source, make_tokenizer(), tmp_path / "s", PrepareOptions(max_length=33), context=32)
+    within = prepare(source, make_tokenizer(), tmp_path / "s", PrepareOptions(max_length=31), context=32)
+    assert within.notes == {Note.CLIPPED: 1}
+
+
+def test_the_report_counts_each_way_in_which_answers_were_marked(tmp_path):
+    turns = {"token_turns": [{"prompt_ids": [40, 41], "completion_ids": [42, 43]}]}
+    tokenizer = make_tokenizer(TAGGED)
+    ids = prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES | turns] * 2), tokenizer, tmp_path / "ids")
+    assert ids.marked == "by the masks or turns of token ids (2 rows)"
+    both = prepare(
+        write_jsonl(tmp_path / "b.jsonl", [APPLES | turns] * 2 + [APPLES]), tokenizer, tmp_path / "both"
+    )
+    assert both.marked == (
+        "by the masks or turns of token ids (2 rows); and by the template's {% generation %} tags, edges checked "
+        "by the template's generation prompt (1 row)"
+    )
+
+
+def test_a_run_takes_a_store_only_with_the_template_that_the_target_is_asked_with(tmp_path):
+    own, other, none = make_tokenizer(), make_tokenizer("{# mine #}" + CHATML), make_tokenizer("")
+    store = tmp_path / "store"
+    prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), own, store)
+    assert len(opened(store, own)) == 1
+    for tokenizer, words in ((other, "is [0-9a-f]{16}"), (none, "is missing")):
+        with pytest.raises(DataError, match=rf"{words}, .*as chat_template\.jinja beside the tokenizer"):
+            opened(store, tokenizer)
+
+
+def test_a_store_of_token_ids_alone_fits_any_template(tmp_path):
+    ids = {"prompt_ids": [40, 41], "completion_ids": [42, 43]}
+    prepare(write_jsonl(tmp_path / "a.jsonl", [ids]), make_tokenizer(), tmp_path / "store")
+    assert len(opened(tmp_path / "store", make_tokenizer("{# mine #}" + CHATML))) == 1
+
+
+def test_a_store_that_does_not_name_its_template_is_refused_until_it_is_prepared_again(tmp_path):
+    source, store = write_jsonl(tmp_path / "a.jsonl", [APPLES]), tmp_path / "store"
+    prepare(source, make_tokenizer(), store)
+    manifest = json.loads((store / "manifest.json").read_text())
+    unnamed = {name: value for name, value in manifest.items() if name != "chat_template"}
+    (store / "manifest.json").write_text(json.dumps(unnamed))
+    with pytest.raises(DataError, match="does not say which chat template"):
+        opened(store, make_tokenizer())
+    prepare(source, make_tokenizer(), store)
+    assert opened(store, make_tokenizer()).manifest["key"] == manifest["key"]
+
+
+def test_a_store_with_documents_beyond_the_targets_context_is_refused_by_a_run(tmp_path):
+    source, store = write_jsonl(tmp_path / "a.jsonl", [APPLES]), tmp_path / "store"
+    prepare(source, make_tokenizer(), store)
+    longest = int(open_store(store).lengths.max())
+    assert len(opened(store, make_tokenizer(), longest)) == 1
+    with pytest.raises(DataError, match=rf"{longest} tokens, the target's context is {longest - 1} tokens"):
+        opened(store, make_tokenizer(), longest - 1)
 
 
 @pytest.mark.parametrize(("choice", "kept"), [("keep", 2), ("drop", 1)])

@@ -17,9 +17,11 @@ from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.report import print_report
 from draftline.data.rows import RowShape, RowSource
 from draftline.data.store import TokenStore, open_store, read_manifest
+from draftline.data.template import refuse_other_template
 from draftline.decoding.evaluate import Prompt
 from draftline.decoding.prompts import load_prompts
 from draftline.drafter.model import Drafter
+from draftline.errors import DataError
 from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
 from draftline.pipeline.job import Job, max_documents, row_shape
@@ -28,7 +30,7 @@ from draftline.pipeline.planning import refuse_what_cannot_fit, resolve_placemen
 from draftline.pipeline.schedule import Schedule
 from draftline.resilience.folder import CHECKPOINTS
 from draftline.serving.warm_start import WarmStart, load_warm_start
-from draftline.target.inspect import resolve_spec, stop_token_ids
+from draftline.target.inspect import context_limit, resolve_spec, stop_token_ids
 from draftline.target.load import load_target, load_tokenizer, read_target_config, sketch_target, text_config
 from draftline.target.selftest import choose_form
 
@@ -95,7 +97,8 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
     prompts = _held_out_prompts(config, tokenizer)
     start = load_warm_start(config.drafter, spec, config.output)
     stops = stop_token_ids(text_config(target_config).eos_token_id, tokenizer)
-    store = open_or_prepare(config.data, config.output / STORE, tokenizer, stops, screen)
+    context = context_limit(text_config(target_config))
+    store = open_or_prepare(config.data, config.output / STORE, tokenizer, stops, context, screen)
     shape = row_shape(config, spec, plan.backend)
     source = RowSource(store, shape, config.seed)
     schedule = Schedule(
@@ -166,15 +169,33 @@ def open_or_prepare(
     out: Path,
     tokenizer: PreTrainedTokenizerBase,
     stops: tuple[int, ...],
+    context: int | None,
     screen: Screen,
 ) -> TokenStore:
-    """Open the token store at `config.path`, or prepare that file into `out` (free when nothing changed)."""
+    """Open the token store at `config.path`, or prepare that file into `out` (free when nothing changed).
+
+    Args:
+        context: most tokens that the target can read.
+
+    Raises:
+        ConfigError, DataError: see `prepare`; or the store was made with another tokenizer, with another chat template
+            or for a longer context.
+    """
     path = Path(builtin_conversations(config.path))
     if path.is_dir() and read_manifest(path) is not None:
-        return open_store(path, hash_tokenizer(tokenizer))
-    options = PrepareOptions(max_length=config.max_length, stop_token_ids=stops)
+        store = open_store(path, hash_tokenizer(tokenizer))
+        refuse_other_template(store.manifest, path, tokenizer)
+        longest = int(store.lengths.max(initial=0))
+        if context is not None and longest > context:
+            raise DataError(
+                f"{path} holds a document of {longest} tokens, the target's context is {context} tokens "
+                "(max_position_embeddings); prepare the data again, which clips to it"
+            )
+        return store
+    given = config.model_dump(include={"max_length"}, exclude_unset=True)
+    options = PrepareOptions(stop_token_ids=stops, **given)
     # The run's own store follows its settings; checkpoints made from others are refused by their identity.
-    print_report(prepare(path, tokenizer, out, options, overwrite=True), screen.console)
+    print_report(prepare(path, tokenizer, out, options, overwrite=True, context=context), screen.console)
     return open_store(out, hash_tokenizer(tokenizer))
 
 

@@ -35,6 +35,7 @@ from draftline.data.template import ChatTemplate, TemplateOptions
 from draftline.errors import ConfigError
 from draftline.paths import builtin_conversations, builtin_prompts
 from draftline.pipeline.plan import available_devices
+from draftline.target.inspect import declared_context
 from draftline.target.load import load_target, load_tokenizer
 
 MIB = 1 << 20
@@ -52,7 +53,15 @@ def prepare_store(
             done = progress.rows if total is None else -(-progress.bytes_read // MIB)
             bar.update(done, f"{progress.rows:,} rows, {progress.tokens:,} tokens")
 
-        return prepare(found, load_tokenizer(target), out, options, overwrite=overwrite, progress=show)
+        return prepare(
+            found,
+            load_tokenizer(target),
+            out,
+            options,
+            overwrite=overwrite,
+            context=declared_context(target),
+            progress=show,
+        )
 
 
 def regenerate_answers(

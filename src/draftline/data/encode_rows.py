@@ -34,6 +34,8 @@ class RowLimits:
     stop_on_malformed: bool
     tools: tuple[dict[str, Any], ...] | None = None
     """Offered in conversations that name none."""
+    clipped: Note = Note.CLIPPED
+    """What a longer document is counted as."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class RowEncoder:
             notes += more
         kept = self._clipped(documents, notes)
         tally.notes += notes
+        tally.kept_from_ids += isinstance(row, TokenRow)
         return [(document, int(row.key, 16)) for document in kept]
 
     def _ends(self, document: Document) -> bool:
@@ -109,7 +112,7 @@ class RowEncoder:
             except UnusableRow as unusable:
                 last = unusable
                 continue
-            notes[Note.CLIPPED] += len(document) > self._limits.max_length
+            notes[self._limits.clipped] += len(document) > self._limits.max_length
         if last is not None and not kept:
             raise last
         return kept

@@ -20,6 +20,11 @@ def hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
+def hash_template(text: str) -> str:
+    """Hash of a chat template's Jinja text."""
+    return hash_json(text)
+
+
 def hash_file(path: Path) -> str:
     """sha256 of a file's bytes."""
     with path.open("rb") as stream:

@@ -14,7 +14,7 @@ class PrepareOptions(Frozen):
     """How conversations become documents."""
 
     max_length: int = Field(default=4096, ge=2)
-    """Tokens: a longer document is clipped, and counted."""
+    """Tokens: a longer document is clipped, and counted. Not set, the target's context where that is less."""
     thinking: Literal["auto", "on", "off"] = "auto"
     """The template's thinking switch: on, off, or by whether the answer itself holds reasoning."""
     turns: Literal["all", "last"] = "all"

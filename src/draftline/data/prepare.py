@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ from transformers import PreTrainedTokenizerBase
 
 from draftline.data.conversations import read_tools
 from draftline.data.encode_rows import EncodedChunk, RowEncoder, RowLimits
-from draftline.data.fingerprint import hash_json, hash_tokenizer
+from draftline.data.fingerprint import hash_json, hash_template, hash_tokenizer
 from draftline.data.options import PrepareOptions
-from draftline.data.reasons import Reason
+from draftline.data.reasons import Note, Reason
 from draftline.data.report import PrepareReport, build_report
 from draftline.data.sources import Chunk, Source, resolve_source
 from draftline.data.store import FORMAT, StoreWriter, open_store, read_manifest
 from draftline.data.tally import Tally
 from draftline.data.template import ChatTemplate, TemplateOptions, read_template, stop_token_ids
-from draftline.data.witness import how_marked
-from draftline.errors import DataError, DiskFullError
+from draftline.data.witness import how_marked, marked_by
+from draftline.errors import ConfigError, DataError, DiskFullError
 
 PARALLEL_BYTES = 8 << 20
 """Sources smaller than this are prepared in this process: starting workers would take longer."""
@@ -58,6 +58,7 @@ def prepare(
     options: PrepareOptions | None = None,
     *,
     overwrite: bool = False,
+    context: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PrepareReport:
     """Make the token store `out` from a source (see sources.py), or leave it when nothing has changed.
@@ -68,6 +69,8 @@ def prepare(
         out: folder of the store; it appears only when complete.
         options: how conversations are read.
         overwrite: replace a store that was made from other data, options or tokenizer.
+        context: most tokens that the target can read. A default `max_length` gives way to it, and what that clips
+            is counted by itself.
         progress: called after every chunk.
 
     Returns:
@@ -76,17 +79,20 @@ def prepare(
     Raises:
         DataError: a malformed line (named by file and line), no row kept, answers that cannot be marked in
             too many rows or that trl marks otherwise, or `out` was made otherwise or is not a store.
-        ConfigError: the file of a template or of tools cannot be read.
+        ConfigError: the file of a template or of tools cannot be read, or `max_length` was set beyond `context`.
         DiskFullError: there is no room for the store.
     """
-    options = options or PrepareOptions()
+    asked = options or PrepareOptions()
+    options = _within_context(asked, context)
     resolved = source if isinstance(source, Source) else resolve_source(source)
     template = ChatTemplate(tokenizer, template_options(tokenizer, options))
     limits = row_limits(options)
+    if options.max_length < asked.max_length:
+        limits = replace(limits, clipped=Note.BEYOND_CONTEXT)
     manifest = _manifest(resolved, tokenizer, template, limits, options)
     if _is_current(out, manifest, overwrite=overwrite):
         return PrepareReport.read(out / "report.json")
-    marked = how_marked(template)
+    by_template = how_marked(template)
     started = time.monotonic()
     tally = Tally()
     try:
@@ -99,13 +105,27 @@ def prepare(
                     progress(Progress(tally.rows, tally.tokens, chunk.bytes_read, resolved.total_bytes))
             _refuse_unmasked(tally, options, at_end=True)
             _refuse_empty(tally, resolved)
+            marked = marked_by(by_template, tally)
             report = build_report(tally, writer.duplicates(), time.monotonic() - started, marked)
+            rendered = tally.kept > tally.kept_from_ids
+            manifest["chat_template"] = hash_template(template.source) if rendered else None
             writer.commit(manifest, report.to_json())
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise DiskFullError(f"no room left for the token store at {out}; it was not written") from None
         raise
     return report
+
+
+def _within_context(options: PrepareOptions, context: int | None) -> PrepareOptions:
+    if context is None or options.max_length <= context:
+        return options
+    if "max_length" in options.model_fields_set:
+        raise ConfigError(
+            f"max_length={options.max_length} is more than the target's context of {context} tokens "
+            f"(max_position_embeddings); set it to at most {context}, or leave it out"
+        )
+    return options.model_copy(update={"max_length": context})
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> TemplateOptions:
@@ -158,7 +178,8 @@ def _is_current(out: Path, manifest: dict[str, Any], *, overwrite: bool) -> bool
         if out.is_dir() and not any(out.iterdir()):
             return False
         raise DataError(f"{out} exists and is not a token store; give another output folder")
-    if found["key"] == manifest["key"]:
+    # One that does not name its template is from an earlier version; `train` needs it named.
+    if found["key"] == manifest["key"] and "chat_template" in found:
         open_store(out, verify=False)
         return True
     # Without a difference only the layout is older: the same store is made again.

@@ -52,6 +52,7 @@ class Note(StrEnum):
     """What happened to a row that was kept all the same."""
 
     CLIPPED = "clipped to max_length"
+    BEYOND_CONTEXT = "clipped to the target's context"
     TRIMMED = "turns after the last answer left out"
     PER_TURN = "one document per answer (the template rewrites earlier turns)"
     NO_END = "answer without an end-of-turn token"

@@ -19,6 +19,8 @@ class Tally:
 
     rows: int = 0
     kept: int = 0
+    kept_from_ids: int = 0
+    """Rows kept that came as token ids and needed no template."""
     documents: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -44,6 +46,7 @@ class Tally:
         """Add the counts of the rows that follow."""
         self.rows += other.rows
         self.kept += other.kept
+        self.kept_from_ids += other.kept_from_ids
         self.documents += other.documents
         self.tokens += other.tokens
         self.supervised += other.supervised

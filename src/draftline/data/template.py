@@ -23,12 +23,15 @@ import jinja2.meta
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from draftline.data.fingerprint import hash_template
 from draftline.data.reasons import Reason, UnusableRow
 from draftline.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 Objects = Sequence[dict[str, Any]]
 
+SAVE_TEMPLATE = "save the template as chat_template.jinja beside the tokenizer"
+"""What to do about a target whose own template is missing or another: only `prepare` takes one by a flag."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _SWITCHES = ("enable_thinking", "thinking")
 
@@ -107,8 +110,8 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         if not self._source:
             raise DataError(
-                f"the tokenizer at {self.tokenizer.name_or_path!r} has no chat template; give one (--template "
-                "FILE), or prepare rows of input_ids + loss_mask, which need none"
+                f"the tokenizer at {self.tokenizer.name_or_path!r} has no chat template; {SAVE_TEMPLATE}, or "
+                "prepare rows of input_ids + loss_mask, which need none"
             )
         variables = {**self.tokenizer.special_tokens_map, **self.options.variables}
         if self.switch is not None and think is not None and self.switch not in self.options.variables:
@@ -169,6 +172,31 @@ def _template_source(tokenizer: PreTrainedTokenizerBase, options: TemplateOption
     if isinstance(template, dict):
         template = template.get("default")
     return template or ""
+
+
+def refuse_other_template(manifest: dict[str, Any], path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A store must have been rendered with the template that the target is asked with later.
+
+    Args:
+        manifest: of the store at `path`; its `chat_template` is None where every row came as token ids.
+
+    Raises:
+        DataError: it was made with another one, or does not say.
+    """
+    if "chat_template" not in manifest:
+        raise DataError(
+            f"{path} does not say which chat template it was made with (an earlier version made it); run the "
+            "same `draftline prepare` again"
+        )
+    own = ChatTemplate(tokenizer, TemplateOptions()).source
+    made_with = manifest["chat_template"]
+    if made_with is not None and made_with != hash_template(own):
+        theirs = hash_template(own)[:16] if own else "missing"
+        raise DataError(
+            f"{path} was made with the chat template {made_with[:16]}, the target's own is {theirs}, and it would be "
+            f"evaluated and served with that one: {SAVE_TEMPLATE} in {tokenizer.name_or_path}, or prepare the data "
+            "again without --template"
+        )
 
 
 def read_template(path: Path) -> str:

@@ -12,23 +12,25 @@ from importlib.util import find_spec
 from draftline.data.answers import mark_answers
 from draftline.data.conversations import Conversation
 from draftline.data.reasons import UnusableRow
+from draftline.data.tally import Tally
 from draftline.data.template import TEMPLATE_FAILURES, ChatTemplate, TemplateOptions
 from draftline.errors import DataError
 
 ASK = {"role": "user", "content": "How many apples?"}
 ANSWER = {"role": "assistant", "content": "There are three apples."}
 _EMPTY_THINK = re.compile(r"^\s*<think>\s*</think>\s*")
+_BY_IDS = "by the masks or turns of token ids"
 _BY_PROMPT = "by the template's generation prompt"
 
 
 def how_marked(template: ChatTemplate) -> str:
-    """By what the answers of a preparation are marked, for its report.
+    """By what the template marks answers, for the report of a preparation.
 
     Raises:
         DataError: trl's training template for this model marks another text.
     """
     if not template.source:
-        return "by the masks that came with their token ids"
+        return _BY_IDS
     if template.has_tags:
         return "by the template's {% generation %} tags, edges checked " + _BY_PROMPT
     if template.options.template is not None:
@@ -44,6 +46,15 @@ def how_marked(template: ChatTemplate) -> str:
             f"{difference}; give the right template (--template FILE)"
         )
     return f"{_BY_PROMPT}; trl's training template marks the same"
+
+
+def marked_by(by_template: str, tally: Tally) -> str:
+    """Every way in which answers of a preparation were marked, with the rows that it kept."""
+    ways = {_BY_IDS: tally.kept_from_ids}
+    ways[by_template] = ways.get(by_template, 0) + tally.kept - tally.kept_from_ids
+    return "; and ".join(
+        f"{way} ({count:,} row{'s' if count != 1 else ''})" for way, count in ways.items() if count
+    )
 
 
 def disagreement(own: ChatTemplate, training: str) -> str | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from draftline.config import DrafterConfig, DrafterSpec
+from draftline.config import DrafterConfig, DrafterSpec, TargetConfig
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.drafter.model import refuse_impossible_shapes
 from draftline.errors import ConfigError
-from draftline.target.load import text_config
+from draftline.target.load import resolve_path, text_config
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -109,6 +110,16 @@ def context_limit(text_config: Any) -> int | None:
         return limit
     trained = rope.get("original_max_position_embeddings") or limit
     return max(limit, int(trained * (rope.get("factor") or 1)))
+
+
+def declared_context(config: TargetConfig) -> int | None:
+    """`context_limit` of a target by its config.json as it is written, for which its code need not be trusted; None
+    too for a folder that holds a tokenizer only."""
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(resolve_path(config), revision=config.revision)
+    except OSError:
+        return None
+    return context_limit(SimpleNamespace(**raw.get("text_config", raw)))
 
 
 def resolve_spec(
