@@ -274,6 +274,16 @@ def test_synthesize_here_gives_up_at_the_yield_asked_for(tmp_path):
         draftline("synthesize", tmp_path / "p.jsonl", *flags, "--min-yield=0.9")
 
 
+def test_inspect_refuses_a_page_that_cannot_be_written_and_two_selections_at_once(chats, tmp_path, capsys):
+    store = tmp_path / "store"
+    answered(capsys, "prepare", chats, store, "--target=builtin:tiny")
+    for page in (tmp_path, tmp_path / "nowhere" / "p.html"):
+        with pytest.raises(ConfigError, match=f"{page} cannot be written"):
+            draftline("inspect", store, "--target=builtin:tiny", f"--html={page}")
+    with pytest.raises(ConfigError, match=r"document=1 and source=2 .* give one of them"):
+        draftline("inspect", store, "--target=builtin:tiny", "--document=1", "--source=2")
+
+
 def test_inspect_writes_a_page_or_json_as_asked(chats, tmp_path, capsys):
     store, page = tmp_path / "store", tmp_path / "page.html"
     answered(capsys, "prepare", chats, store, "--target=builtin:tiny")

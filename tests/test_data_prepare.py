@@ -308,9 +308,34 @@ def test_a_full_disk_is_said_and_nothing_is_left_behind(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(StoreWriter, "append", full)
-    with pytest.raises(DiskFullError, match="no room left for the token store"):
+    with pytest.raises(
+        DiskFullError, match=r"no room left to write .*no store was written\. Free some space"
+    ):
         prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), make_tokenizer(), tmp_path / "store")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".store.lock", "a.jsonl"]
+
+
+@pytest.mark.parametrize("place", ["/proc", "a.jsonl"])
+def test_a_store_that_cannot_be_written_is_refused_in_a_sentence(tmp_path, place):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES])
+    with pytest.raises(ConfigError, match=r"store cannot be written: .*Name another output"):
+        prepare(source, make_tokenizer(), tmp_path / place / "store")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_when_the_store_is_synced_leaves_the_old_store(tmp_path, monkeypatch, code):
+    source, store = write_jsonl(tmp_path / "a.jsonl", [APPLES]), tmp_path / "store"
+    key = prepare(source, make_tokenizer(), store) and open_store(store).manifest["key"]
+
+    def full(_: int) -> None:
+        raise OSError(code, "full")
+
+    monkeypatch.setattr("os.fsync", full)
+    write_jsonl(source, [FOX])
+    with pytest.raises(DiskFullError, match="no store was written") as error:
+        prepare(source, make_tokenizer(), store, overwrite=True)
+    assert "heckpoint" not in str(error.value)
+    assert open_store(store).manifest["key"] == key
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from draftline.data.reasons import Note, Reason
 from draftline.data.regenerate import RegenerateOptions, RegenerateReport, regenerate
 from draftline.data.sampling import Sampling
 from draftline.data.server import Server, ServerOptions, ServerWriter, in_flight
-from draftline.errors import ConfigError, DataError, FolderInUseError, ServerError
+from draftline.errors import ConfigError, DataError, DiskFullError, FolderInUseError, ServerError
 from tests.data_server import Chat, Reply, completion, serving
 from tests.data_tokenizer import make_tokenizer
 
@@ -180,6 +181,34 @@ def test_rows_of_an_earlier_run_are_asked_again_by_their_messages(tmp_path):
         run(url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "one.jsonl")
         assert all("token_turns" in row for row in rows(tmp_path / "one.jsonl"))
         assert run(url, tmp_path / "one.jsonl", tmp_path / "two.jsonl").written == 2
+
+
+@pytest.mark.parametrize("place", ["/proc/out.jsonl", "p.jsonl/out.jsonl", "folder.jsonl"])
+def test_an_output_that_cannot_be_written_is_refused_in_a_sentence(tmp_path, place):
+    (tmp_path / "folder.jsonl").mkdir()
+    source = prompts(tmp_path / "p.jsonl", 1)
+    with (
+        serving(Chat(echo)) as url,
+        pytest.raises(ConfigError, match=r"jsonl cannot be written: .*Name another"),
+    ):
+        run(url, source, tmp_path / place)
+
+
+def test_a_full_disk_is_said_with_what_to_do_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source, out = prompts(tmp_path / "p.jsonl", 3), tmp_path / "out.jsonl"
+    with serving(Chat(echo)) as url:
+        with monkeypatch.context() as disk:
+            disk.setattr("os.fsync", full)
+            with pytest.raises(
+                DiskFullError, match=r"out\.jsonl.* are kept\. Free some space and run"
+            ) as error:
+                run(url, source, out)
+        assert "heckpoint" not in str(error.value)
+        run(url, source, out)
+    assert sorted(row["source"] for row in rows(out)) == [0, 1, 2]
 
 
 def test_a_server_that_refuses_the_field_for_token_ids_is_asked_without_it(tmp_path):

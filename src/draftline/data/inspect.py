@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from draftline.data.document import Document
 from draftline.data.encoding import decode
+from draftline.data.output import writing
 from draftline.data.store import Entry, TokenStore
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 
 SUPERVISED_STYLE = "black on green3"
 """Colours of what the target wrote."""
@@ -79,8 +80,13 @@ def select_documents(store: TokenStore, *, document: int | None, source: int | N
     """Documents by their own number, or all that came from one source row.
 
     Raises:
+        ConfigError: both are given.
         DataError: there is none; the message gives the range, or says that the row was dropped.
     """
+    if document is not None and source is not None:
+        raise ConfigError(
+            f"document={document} and source={source} name different things to show; give one of them"
+        )
     if document is not None:
         if not 0 <= document < len(store):
             raise DataError(f"document {document} is not in {store.path}: it holds 0 to {len(store) - 1}")
@@ -115,9 +121,15 @@ def describe_documents(
 def write_html(
     path: Path, store: TokenStore, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]
 ) -> None:
-    """A page of documents with what the target wrote marked."""
+    """A page of documents with what the target wrote marked.
+
+    Raises:
+        ConfigError, DiskFullError: the file cannot be written.
+    """
     body = "\n".join(_document_html(store, tokenizer, number) for number in numbers)
-    path.write_text(_PAGE.format(title=html.escape(store.path.name), body=body), encoding="utf-8")
+    text = _PAGE.format(title=html.escape(store.path.name), body=body)
+    with writing(path, "the page is not complete"):
+        path.write_text(text, encoding="utf-8")
 
 
 def _document_html(store: TokenStore, tokenizer: PreTrainedTokenizerBase, number: int) -> str:

@@ -7,10 +7,12 @@ import json
 import os
 import re
 import time
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from draftline.data.output import writing
 from draftline.errors import ConfigError, DataError, FolderInUseError
 
 _ID = re.compile(rb'^\{"id": "([^"\\]+)"')
@@ -36,6 +38,7 @@ def lock_file(path: Path, mode: str, what: str) -> IO[bytes]:
 class Journal:
     """Rows by id, in the order in which they were finished.
 
+    Its methods raise DiskFullError when there is no room left, ConfigError when the file cannot be written.
     Opening it drops a last line that was cut off by a kill, and reads the ids that are there. One process at a
     time: the file is locked.
     """
@@ -50,10 +53,12 @@ class Journal:
         self._synced = 0.0
 
     def __enter__(self) -> Self:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = lock_file(self.path, "a+b", str(self.path))
+        with self._writing():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = lock_file(self.path, "a+b", str(self.path))
         try:
-            self._read(file)
+            with self._writing():
+                self._read(file)
         except BaseException:
             file.close()
             raise
@@ -64,19 +69,27 @@ class Journal:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._file is not None
-        self._sync()
-        self._file.close()
-        self._file = None
+        try:
+            with self._writing():
+                self._sync()
+        finally:
+            with suppress(OSError):  # what could not be written has just been said
+                self._file.close()
+            self._file = None
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a finished row; its first key is `id`."""
         assert self._file is not None
         assert row["id"] not in self.ids
-        self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        self._file.flush()
-        self.ids.add(row["id"])
-        if time.monotonic() - self._synced > _SYNC_S:
-            self._sync()
+        with self._writing():
+            self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            self._file.flush()
+            self.ids.add(row["id"])
+            if time.monotonic() - self._synced > _SYNC_S:
+                self._sync()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, "the rows that were finished before are kept")
 
     def _sync(self) -> None:
         assert self._file is not None

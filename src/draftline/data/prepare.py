@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from draftline.data.conversations import read_tools
 from draftline.data.encode_rows import EncodedChunk, RowEncoder, RowLimits
 from draftline.data.fingerprint import hash_json, hash_template, hash_tokenizer
 from draftline.data.options import PrepareOptions
+from draftline.data.output import full_disk_explained
 from draftline.data.reasons import Note, Reason
 from draftline.data.report import PrepareReport, build_report
 from draftline.data.sources import Chunk, Source, resolve_source
@@ -28,7 +28,7 @@ from draftline.data.store import FORMAT, StoreWriter, open_store, read_manifest
 from draftline.data.tally import Tally
 from draftline.data.template import ChatTemplate, TemplateOptions, read_template, stop_token_ids
 from draftline.data.witness import how_marked, marked_by
-from draftline.errors import ConfigError, DataError, DiskFullError
+from draftline.errors import ConfigError, DataError
 
 PARALLEL_BYTES = 8 << 20
 """Sources smaller than this are prepared in this process: starting workers would take longer."""
@@ -79,7 +79,8 @@ def prepare(
     Raises:
         DataError: a malformed line (named by file and line), no row kept, answers that cannot be marked in
             too many rows or that trl marks otherwise, or `out` was made otherwise or is not a store.
-        ConfigError: the file of a template or of tools cannot be read, or `max_length` was set beyond `context`.
+        ConfigError: the file of a template or of tools cannot be read, `max_length` was set beyond `context`,
+            or `out` cannot be written.
         DiskFullError: there is no room for the store.
     """
     asked = options or PrepareOptions()
@@ -95,25 +96,20 @@ def prepare(
     by_template = how_marked(template)
     started = time.monotonic()
     tally = Tally()
-    try:
-        with StoreWriter(out) as writer:
-            for chunk, encoded in _encoded_chunks(resolved, template, limits, options.workers):
-                writer.append(encoded.batch)
-                tally.add(encoded.tally)
-                _refuse_unmasked(tally, options, at_end=False)
-                if progress is not None:
-                    progress(Progress(tally.rows, tally.tokens, chunk.bytes_read, resolved.total_bytes))
-            _refuse_unmasked(tally, options, at_end=True)
-            _refuse_empty(tally, resolved)
-            marked = marked_by(by_template, tally)
-            report = build_report(tally, writer.duplicates(), time.monotonic() - started, marked)
-            rendered = tally.kept > tally.kept_from_ids
-            manifest["chat_template"] = hash_template(template.source) if rendered else None
-            writer.commit(manifest, report.to_json())
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise DiskFullError(f"no room left for the token store at {out}; it was not written") from None
-        raise
+    with full_disk_explained(out, "no store was written"), StoreWriter(out) as writer:
+        for chunk, encoded in _encoded_chunks(resolved, template, limits, options.workers):
+            writer.append(encoded.batch)
+            tally.add(encoded.tally)
+            _refuse_unmasked(tally, options, at_end=False)
+            if progress is not None:
+                progress(Progress(tally.rows, tally.tokens, chunk.bytes_read, resolved.total_bytes))
+        _refuse_unmasked(tally, options, at_end=True)
+        _refuse_empty(tally, resolved)
+        marked = marked_by(by_template, tally)
+        report = build_report(tally, writer.duplicates(), time.monotonic() - started, marked)
+        rendered = tally.kept > tally.kept_from_ids
+        manifest["chat_template"] = hash_template(template.source) if rendered else None
+        writer.commit(manifest, report.to_json())
     return report
 
 

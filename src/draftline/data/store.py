@@ -17,6 +17,7 @@ import shutil
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ import pyarrow as pa
 from draftline.data.document import Document
 from draftline.data.fingerprint import hash_file
 from draftline.data.journal import lock_file
+from draftline.data.output import writing
 from draftline.errors import DataError
 
 FORMAT = 1
@@ -184,6 +186,7 @@ def _views(batch: pa.RecordBatch) -> _Chunk:
 class StoreWriter:
     """Writes a store beside its place and renames it there when complete: nobody ever reads half a store.
 
+    Its methods raise DiskFullError when there is no room left, ConfigError when the folder cannot be written.
     One process at a time: a file beside the store is locked. What a killed one left is cleared away.
     """
 
@@ -199,17 +202,19 @@ class StoreWriter:
         self._writer: pa.ipc.RecordBatchFileWriter | None = None
 
     def __enter__(self) -> Self:
-        self._final.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_file(self._final.with_name(f".{self._final.name}.lock"), "wb", str(self._final))
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir()
+        with self._writing():
+            self._final.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_file(self._final.with_name(f".{self._final.name}.lock"), "wb", str(self._final))
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # on a full disk it cannot end its file, which goes anyway
+                self._writer.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         assert self._lock is not None
         self._lock.close()
@@ -218,16 +223,18 @@ class StoreWriter:
         """Add documents, in order (`record_batch` makes a batch)."""
         if not batch.num_rows:
             return
-        writer = self._writer or pa.ipc.new_file(str(self._shard_path()), SCHEMA)
-        self._writer = writer
-        writer.write_batch(batch)
+        with self._writing():
+            writer = self._writer or pa.ipc.new_file(str(self._shard_path()), SCHEMA)
+            self._writer = writer
+            writer.write_batch(batch)
         # Copied: a view would keep the whole batch in memory.
         self._keys.frombytes(batch.column("key").to_numpy().tobytes())
         self._rows_seen += len(np.unique(batch.column("source").to_numpy()))
         self._tokens += len(batch.column(0).values)
         self._rows += batch.num_rows
         if self._tokens >= SHARD_TOKENS:
-            self._finish_shard()
+            with self._writing():
+                self._finish_shard()
 
     def duplicates(self) -> int:
         """Source rows whose content an earlier row already had. 8 bytes of memory a document."""
@@ -237,6 +244,10 @@ class StoreWriter:
 
     def commit(self, manifest: dict[str, Any], report: dict[str, Any]) -> None:
         """Finish the shards, write report and manifest, and put the folder in its place."""
+        with self._writing():
+            self._commit(manifest, report)
+
+    def _commit(self, manifest: dict[str, Any], report: dict[str, Any]) -> None:
         self._finish_shard()
         _write_json(self._folder / "report.json", report)
         _write_json(self._folder / MANIFEST, {"format": FORMAT, **manifest, "shards": self._shards})
@@ -251,6 +262,9 @@ class StoreWriter:
         else:
             self._folder.rename(self._final)
         _sync(self._final.parent)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self._final, "no store was written")
 
     def _shard_path(self) -> Path:
         return self._folder / f"shard-{len(self._shards):05d}.arrow"
