@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,9 +78,11 @@ def test_a_run_leaves_a_drafter_checkpoints_metrics_and_a_result(run: Path):
 
 
 def test_the_same_command_again_has_nothing_left_to_do(run: Path):
-    again = draftline("train", *SETTINGS, "--optim.steps=6", "--output=run", "--json", cwd=run.parent)
+    again = draftline("train", *SETTINGS, "--optim.steps=6", "--output=run", cwd=run.parent)
     assert again.returncode == 0, again.stderr
     assert "resuming after step 6" in again.stderr
+    assert re.search(r"tau after +\d\.\d\d tokens a verify step \(95 %", again.stdout)
+    assert re.search(r"steps +6$", again.stdout, re.MULTILINE)  # none of them here, so no time and no rate
 
 
 def test_a_run_with_other_settings_does_not_resume_it(run: Path):
