@@ -12,10 +12,12 @@ import torch
 
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.cli import parse_run
+from draftline.commands import evaluate_drafter, export_run, generate_text
 from draftline.config import TargetConfig
 from draftline.console import Screen
 from draftline.embedded import embedded_path
-from draftline.errors import ConfigError, DiskFullError, DraftlineError
+from draftline.errors import CheckpointError, ConfigError, DataError, DiskFullError, DraftlineError
+from draftline.options import GenerateOptions, MeasureOptions
 from draftline.run import train
 from draftline.serving.export import export_drafter
 from draftline.target.load import load_target, sketch_target
@@ -32,6 +34,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the target's weights were read")
 
     monkeypatch.setattr("draftline.setup.load_target", read)
+    monkeypatch.setattr("draftline.commands.load_target", read)
 
 
 def refusal(flags: list[str], output: Path) -> DraftlineError:
@@ -118,6 +121,36 @@ def test_a_disk_without_room_for_checkpoints_is_refused_without_weights(tmp_path
     error = refusal([*SETTINGS, "--optim.steps=1"], tmp_path / "run")
     assert isinstance(error, DiskFullError)
     assert error.exit_code == 8
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_held_out_prompts_beyond_the_targets_context_are_refused_without_weights(tmp_path):
+    flags = [*changed("--evaluation.max-new-tokens=1000000"), "--optim.steps=1"]
+    assert "longer than the target's context" in str(refusal(flags, tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["evaluate", "generate", "export"])
+def test_a_drafter_or_prompts_that_cannot_be_used_are_refused_without_weights(command, tmp_path):
+    other = random_drafter(tiny_spec(), dtype=torch.bfloat16)
+    export_drafter(other.spec, other.state_dict(), tmp_path / "other")
+    target = TargetConfig(path="builtin:tiny")
+
+    def use(drafter: Path, prompts: str) -> None:
+        if command == "evaluate":
+            evaluate_drafter(drafter, [prompts], target, MeasureOptions())
+        elif command == "generate":
+            generate_text(drafter, "Hello", target, GenerateOptions(), show=False)
+        else:
+            export_run(drafter, tmp_path / "out", [prompts], target, "z-lab", None, MeasureOptions())
+
+    with pytest.raises(CheckpointError, match="made for another target"):
+        use(tmp_path / "other", "builtin:demo")
+    with pytest.raises(ConfigError, match="neither a drafter"):
+        use(tmp_path / "nowhere", "builtin:demo")
+    if command != "generate":
+        with pytest.raises(DataError, match="nowhere"):
+            use(tmp_path / "other", "/nowhere.jsonl")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from draftline.config import TargetConfig
 from draftline.decoding.decode import decode_events
-from draftline.decoding.evaluate import Reference, reference_answers, refuse_beyond_context
+from draftline.decoding.evaluate import Prompt, Reference, reference_answers, refuse_beyond_context
 from draftline.decoding.greedy import Limit
 from draftline.decoding.measure import Measurement, measure
 from draftline.decoding.prompt_sets import SETS
@@ -29,7 +29,14 @@ from draftline.serving.export_proof import Proof, prove_on_target
 from draftline.serving.importing import find_drafter, load_drafter, refuse_misfit
 from draftline.serving.speculators import Verifier
 from draftline.target.inspect import stop_token_ids
-from draftline.target.load import Target, load_target, resolve_path
+from draftline.target.load import (
+    Target,
+    load_target,
+    load_tokenizer,
+    resolve_path,
+    sketch_target,
+    text_config,
+)
 
 NO_TARGET = "TARGET"
 """Stands for the target in serve lines of an export that was not told it."""
@@ -38,16 +45,16 @@ PROOF_TOKENS = 48
 
 
 def load_pair(drafter: Path, target: TargetConfig) -> tuple[Target, Drafter]:
-    """Target and drafter on the first device, in the target's dtype, checked to belong together.
+    """Target and drafter on the first device, in the target's dtype, checked to belong together before the target's
+    weights are read.
 
     Raises:
         ConfigError, CheckpointError: a folder is not what it should be, or the two do not fit.
     """
+    sketch = sketch_target(target)
+    spec, module = load_drafter(find_drafter(drafter), text_config(sketch.model.config).num_hidden_layers)
+    refuse_misfit(spec, sketch)
     loaded = load_target(target, available_devices()[0])
-    spec, module = load_drafter(
-        find_drafter(drafter), loaded.model.config.get_text_config().num_hidden_layers
-    )
-    refuse_misfit(spec, loaded)
     return loaded, module.to(device=loaded.device, dtype=loaded.embedding.dtype).eval()
 
 
@@ -71,12 +78,16 @@ def evaluate_drafter(
             "evaluate needs prompts: name a file of chat records (.jsonl), builtin:demo, or a set: "
             f"{', '.join(SETS)}"
         )
+    asked = _asked(target, prompts, options)
     loaded, module = load_pair(drafter, target)
-    return _measure(loaded, module, _answers(loaded, prompts, options), options)
+    return _measure(loaded, module, _answers(loaded, asked, options), options)
 
 
-def _answers(target: Target, prompts: Sequence[str], options: MeasureOptions) -> list[Reference]:
-    asked = load_prompts(prompts, target.tokenizer, options.num_prompts, options.thinking)
+def _asked(target: TargetConfig, prompts: Sequence[str], options: MeasureOptions) -> list[Prompt]:
+    return load_prompts(prompts, load_tokenizer(target), options.num_prompts, options.thinking)
+
+
+def _answers(target: Target, asked: Sequence[Prompt], options: MeasureOptions) -> list[Reference]:
     return reference_answers(target, asked, answer_limit(target, options.max_new_tokens))
 
 
@@ -126,8 +137,9 @@ def _export_on_target(
     name: str,
     options: MeasureOptions,
 ) -> dict[str, Any]:
+    asked = _asked(target, prompts, options) if prompts else []
     loaded, module = load_pair(source, target)
-    answers = _answers(loaded, prompts, options) if prompts else _short_answer(loaded)
+    answers = _answers(loaded, asked, options) if prompts else _short_answer(loaded)
     measured = _measure(loaded, module, answers, options) if prompts else None
     called, proofs = resolve_path(target), list[Proof]()
 
@@ -173,10 +185,10 @@ def generate_text(
     drafter: Path, prompt: str, target: TargetConfig, options: GenerateOptions, *, show: bool
 ) -> dict[str, Any]:
     """Answer one prompt; with `show` the text streams to standard output in colour."""
+    asked = chat_prompt(load_tokenizer(target), prompt, think=options.thinking)
     loaded, module = load_pair(drafter, target)
     choice = _choice(options, loaded.device)
     limit = answer_limit(loaded, options.max_new_tokens)
-    asked = chat_prompt(loaded.tokenizer, prompt, think=options.thinking)
     refuse_beyond_context(loaded, [asked], limit)
     events = decode_events(loaded, module, asked.input_ids, limit, choice)
     decoded = print_answer(events, loaded.tokenizer, Console(quiet=not show, highlight=False))

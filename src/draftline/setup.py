@@ -18,7 +18,8 @@ from draftline.data.report import print_report
 from draftline.data.rows import RowShape, RowSource
 from draftline.data.store import TokenStore, open_store, read_manifest
 from draftline.data.template import refuse_other_template
-from draftline.decoding.evaluate import Prompt
+from draftline.decoding.evaluate import Prompt, refuse_beyond_context
+from draftline.decoding.greedy import Limit
 from draftline.decoding.prompts import load_prompts
 from draftline.drafter.model import Drafter
 from draftline.errors import DataError
@@ -31,7 +32,7 @@ from draftline.pipeline.schedule import Schedule
 from draftline.resilience.folder import CHECKPOINTS
 from draftline.serving.warm_start import WarmStart, load_warm_start
 from draftline.target.inspect import context_limit, resolve_spec, stop_token_ids
-from draftline.target.load import load_target, load_tokenizer, read_target_config, sketch_target, text_config
+from draftline.target.load import Target, load_target, read_target_config, sketch_target, text_config
 from draftline.target.selftest import choose_form
 
 
@@ -74,7 +75,10 @@ def check_target(config: RunConfig) -> DrafterSpec:
     Raises:
         ConfigError: target, taps, mask token or shapes cannot work.
     """
-    sketch = sketch_target(config.target)
+    return _resolve(config, sketch_target(config.target))
+
+
+def _resolve(config: RunConfig, sketch: Target) -> DrafterSpec:
     rows, scale = sketch.head.shape[0], sketch.embedding_scale
     return resolve_spec(config.drafter, sketch.model.config, sketch.tokenizer, rows, scale)
 
@@ -86,17 +90,18 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
         ConfigError, DataError, CheckpointError, DiskFullError: what cannot work, with the fix.
     """
     # target, taps, mask token and the drafter's shapes
-    spec = check_target(config)
+    sketch = sketch_target(config.target)
+    spec = _resolve(config, sketch)
     # devices and their memory
     target_config = read_target_config(config.target)
     plan = make_plan(resolve_placement(config, spec, target_config))
     refuse_what_cannot_fit(config, spec, target_config, plan)
     torch.set_num_threads(plan.cpu_threads)  # before any thread starts: compiled code guards on it
     # held-out prompts, weights to start from, training data
-    tokenizer = load_tokenizer(config.target)
-    prompts = _held_out_prompts(config, tokenizer)
-    start = load_warm_start(config.drafter, spec, config.output)
+    tokenizer = sketch.tokenizer
     stops = stop_token_ids(text_config(target_config).eos_token_id, tokenizer)
+    prompts = _held_out_prompts(config, sketch, Limit(config.evaluation.max_new_tokens, frozenset(stops)))
+    start = load_warm_start(config.drafter, spec, config.output)
     context = context_limit(text_config(target_config))
     store = open_or_prepare(config.data, config.output / STORE, tokenizer, stops, context, screen)
     shape = row_shape(config, spec, plan.backend)
@@ -205,9 +210,13 @@ def checkpoint_bytes(spec: DrafterSpec) -> int:
         return sum(14 * parameter.numel() for parameter in Drafter(spec).parameters())
 
 
-def _held_out_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _held_out_prompts(config: RunConfig, sketch: Target, limit: Limit) -> list[Prompt]:
     settings, names = config.evaluation, config.data.eval_path
-    return load_prompts(names, tokenizer, settings.num_prompts, settings.thinking) if names else []
+    if not names:
+        return []
+    prompts = load_prompts(names, sketch.tokenizer, settings.num_prompts, settings.thinking)
+    refuse_beyond_context(sketch, prompts, limit)
+    return prompts
 
 
 def _checkpointer(config: RunConfig, identity: Identity) -> Checkpointer:
