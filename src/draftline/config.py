@@ -59,7 +59,7 @@ class DataConfig(Frozen):
     """Held-out prompts for acceptance length: files of chat records, or sets by name (gsm8k, mt-bench, ...; see
     docs/serving.md); none means no evaluation."""
     max_length: int = Field(default=4096, ge=2)
-    """Tokens: a longer conversation is clipped, and counted."""
+    """Tokens: a longer conversation is clipped, and counted. The default gives way to the target's context."""
 
     @field_validator("eval_path", mode="before")
     @classmethod

@@ -213,7 +213,7 @@ def _hub_chunks(name: str) -> Iterator[Chunk]:
     except ImportError:
         raise DataError(
             f"{name} is read from the hub, which needs the `datasets` package: "
-            "pip install 'draftline[data]'; or give a .jsonl or .parquet file"
+            "pip install datasets; or give a .jsonl or .parquet file"
         ) from None
     repository, subset, split = (_hub_part(name, part) for part in ("repository", "subset", "split"))
     commit = _hub_commit(repository)

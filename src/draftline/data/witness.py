@@ -36,7 +36,7 @@ def how_marked(template: ChatTemplate) -> str:
     if template.options.template is not None:
         return f"{_BY_PROMPT} (given by the user)"
     if find_spec("trl") is None:
-        return f"{_BY_PROMPT}; no second opinion: trl is not installed (draftline[data])"
+        return f"{_BY_PROMPT}; no second opinion: trl is not installed (pip install trl)"
     training = _training_template(template)
     if training is None:
         return f"{_BY_PROMPT}; no second opinion: trl does not know this template"

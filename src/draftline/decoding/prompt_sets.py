@@ -83,7 +83,7 @@ def _load(wanted: PromptSet, name: str, folder: str | None) -> Any:
         from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415 - only named sets need it
     except ImportError:
         raise DataError(
-            f"the set {name} is read by the `datasets` package: pip install 'draftline[data]'; or name a .jsonl or "
+            f"the set {name} is read by the `datasets` package: pip install datasets; or name a .jsonl or "
             ".parquet file of prompts"
         ) from None
     try:
