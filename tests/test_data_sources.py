@@ -161,9 +161,9 @@ def test_memory_does_not_grow_with_the_length_of_the_source(tmp_path, monkeypatc
         tracemalloc.stop()
         return most
 
-    peak(64)  # fills caches that stay
+    peak(64)  # fills caches that stay; what a few hundred rows need is noise of the allocator
     # What may grow: 8 bytes a document to count duplicates, some for each of the 32-row batches.
-    assert peak(960) - peak(64) < 100_000
+    assert peak(3840) - peak(640) < 100_000
 
 
 def test_a_hub_data_set_is_read_as_a_stream(tmp_path, monkeypatch):
