@@ -213,9 +213,9 @@ def unreachable(*_: object) -> None:
     raise OSError("no route to host")
 
 
-def test_a_hub_name_without_the_extra_says_what_to_install(monkeypatch):
+def test_a_hub_name_without_its_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     source = resolve_source("owner/name:train")
     assert source.total_bytes is None
-    with pytest.raises(DataError, match=r"pip install 'draftline\[data\]'"):
+    with pytest.raises(DataError, match="pip install datasets"):
         next(source.chunks())
