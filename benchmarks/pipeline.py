@@ -20,7 +20,7 @@ from shapes import SHAPES, report
 from torch.profiler import ProfilerActivity, profile
 
 from draftline.compiling import compilations, tripwire
-from draftline.config import OptimConfig
+from draftline.config import OptimConfig, TargetConfig
 from draftline.data.rows import RowShape
 from draftline.data.synthetic import SyntheticStore, mixed_lengths
 from draftline.drafter.step import distinct_windows
@@ -92,7 +92,7 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
     rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
     store = SyntheticStore(mixed_lengths(2000, options.tokens), shape.vocab)
     config = shape.target(num_layers=max(spec.target_layer_ids) + 1)
-    target = random_target(name, config, dtype, devices[0])
+    target = random_target(TargetConfig(path=name), config, dtype, devices[0])
     alone_plan = Plan("colocated", (devices[0],), (devices[0],), backend, dtype, 3, 1)
     base = calibration_job(target, spec, alone_plan, rows, store, 1024)
     sides: Calibration = calibrate(base)

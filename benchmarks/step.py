@@ -17,6 +17,7 @@ import torch
 from shapes import SHAPES, matmul_peak, median_ms, report
 
 from draftline.compiling import compilations, gate
+from draftline.config import TargetConfig
 from draftline.data.rows import RowShape
 from draftline.data.synthetic import SyntheticStore
 from draftline.drafter.step import distinct_windows
@@ -40,7 +41,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
     store = SyntheticStore(np.full(64, options.tokens), shape.vocab)
     # one layer is enough of a target: the step reads its tables and its taps only
-    target = random_target(name, shape.target(num_layers=1), dtype, device)
+    target = random_target(TargetConfig(path=name), shape.target(num_layers=1), dtype, device)
     small = spec.model_copy(update={"target_layer_ids": (0,)})
     job = replace(calibration_job(target, small, plan, rows, store, options.chunk_rows), spec=spec)
     peak = matmul_peak(device)

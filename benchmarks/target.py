@@ -15,6 +15,7 @@ import torch
 from shapes import SHAPES, matmul_peak, median_ms, report
 
 from draftline.compiling import compilations, gate
+from draftline.config import TargetConfig
 from draftline.data.rows import RowShape
 from draftline.data.synthetic import SyntheticStore
 from draftline.pipeline.build import build_target
@@ -34,7 +35,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     rows = RowShape(options.tokens, 128, spec.block_size, 128, 7.0, ())
     store = SyntheticStore(np.full(64 * options.documents, document), shape.vocab)
     config = shape.target(num_layers=max(spec.target_layer_ids) + 1)
-    target = random_target(name, config, dtype, device)
+    target = random_target(TargetConfig(path=name), config, dtype, device)
     job = calibration_job(target, spec, plan, rows, store, 1024)
     peak = matmul_peak(device)
     if on_cuda:
@@ -48,7 +49,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
             milliseconds = median_ms(built.step.replay, device, options.repeats)
         place.settle()
     peak = max(peak, matmul_peak(device))
-    flops = count_target(config, spec.target_layer_ids).flops(options.tokens, document)
+    flops = count_target(target.model, spec.target_layer_ids).flops(options.tokens, document)
     return {
         "shape": name,
         "forward_ms": milliseconds,

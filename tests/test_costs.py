@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from draftline.config import DrafterSpec
+from draftline.config import DrafterSpec, TargetConfig
 from draftline.drafter.model import Drafter
 from draftline.embedded import embedded_path
 from draftline.pipeline.costs import DrafterCost, count_target
 from draftline.target.inspect import default_target_layer_ids
+from draftline.target.load import build_model
 
 # hidden, MLP, query heads, key-value heads, head dim, vocabulary, layers
 SHAPES = {
@@ -56,6 +57,10 @@ def target_config(name: str, **changes: object) -> Qwen3Config:
     )
 
 
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    return build_model(TargetConfig(path="a/b"), config, torch.device("meta"))
+
+
 @pytest.mark.parametrize(("name", "tera"), [("135M", 2.48), ("8B", 73.8), ("27B", 125.9)])
 def test_a_step_of_4096_tokens_and_512_blocks_costs_the_published_operations(name: str, tera: float):
     cost = DrafterCost(drafter_spec(name), tokens=4096, blocks=512)
@@ -65,7 +70,7 @@ def test_a_step_of_4096_tokens_and_512_blocks_costs_the_published_operations(nam
 @pytest.mark.parametrize(("name", "milliseconds"), [("135M", 1.7), ("8B", 74)])
 def test_a_target_at_790_tflops_takes_the_published_time(name: str, milliseconds: float):
     spec = drafter_spec(name)
-    cost = count_target(target_config(name), spec.target_layer_ids)
+    cost = count_target(on_meta(target_config(name)), spec.target_layer_ids)
     assert cost.flops(4096, 4096) / 790e12 * 1e3 == pytest.approx(milliseconds, rel=0.02)
 
 
@@ -81,7 +86,7 @@ def test_a_targets_weights_are_counted_exactly_and_tied_tables_once(name: str):
 
     path = embedded_path(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    counted = count_target(AutoConfig.from_pretrained(path), (0, 1))
+    counted = count_target(on_meta(AutoConfig.from_pretrained(path)), (0, 1))
     assert counted.num_weights == sum(p.numel() for p in model.parameters())
     rows, width = model.get_input_embeddings().weight.shape
     tied = model.config.get_text_config().tie_word_embeddings
@@ -91,7 +96,7 @@ def test_a_targets_weights_are_counted_exactly_and_tied_tables_once(name: str):
 def test_untied_tables_count_twice():
     spec = drafter_spec("135M")
     tied, untied = (
-        count_target(target_config("135M", tie_word_embeddings=tied), spec.target_layer_ids)
+        count_target(on_meta(target_config("135M", tie_word_embeddings=tied)), spec.target_layer_ids)
         for tied in (True, False)
     )
     assert untied.table_weights == 2 * tied.table_weights
@@ -99,7 +104,7 @@ def test_untied_tables_count_twice():
 
 
 def test_layers_after_the_last_tap_cost_nothing():
-    early, late = (count_target(target_config("135M"), (1, last)) for last in (9, 19))
+    early, late = (count_target(on_meta(target_config("135M")), (1, last)) for last in (9, 19))
     assert late.active_weights == 2 * early.active_weights
     assert late.attention_width == 2 * early.attention_width
     assert late.num_weights == early.num_weights
@@ -108,7 +113,7 @@ def test_layers_after_the_last_tap_cost_nothing():
 def test_a_recurrent_layer_has_no_scores():
     config = AutoConfig.from_pretrained(embedded_path("hybrid"))
     text = config.get_text_config()
-    counted = count_target(config, (text.num_hidden_layers - 1,))
+    counted = count_target(on_meta(config), (text.num_hidden_layers - 1,))
     attending = text.layer_types.count("full_attention")
     assert 0 < attending < text.num_hidden_layers
     assert counted.attention_width == attending * text.num_attention_heads * text.head_dim
@@ -127,7 +132,7 @@ def test_of_a_mixture_only_the_chosen_experts_work():
             num_experts=8,
             num_experts_per_tok=chosen,
         )
-        return count_target(config, (1,)).active_weights
+        return count_target(on_meta(config), (1,)).active_weights
 
     one_expert = 3 * 64 * 32
     assert active(3) - active(2) == pytest.approx(2 * one_expert, abs=4)  # two layers

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draftline.cli import app
+from draftline.embedded import embedded_path
 from draftline.errors import ConfigError
 from draftline.paths import builtin_conversations
 from draftline.pipeline import planning
@@ -24,7 +26,7 @@ from draftline.pipeline.planning import (
 )
 from draftline.settings import parse_plan
 from draftline.setup import check_target
-from draftline.target.load import read_target_config
+from draftline.target.load import sketch_target
 
 SMALL = ["--rows.token-budget", "256", "--rows.block-budget", "32", "--drafter.num-layers", "2"]
 SMALL += ["--drafter.num-taps", "3"]
@@ -32,7 +34,7 @@ SMALL += ["--drafter.num-taps", "3"]
 
 def given(*flags: str):
     config = parse_plan("builtin:tiny", [*SMALL, *flags])
-    return config, check_target(config), read_target_config(config.target)
+    return config, check_target(config), sketch_target(config.target)
 
 
 @pytest.fixture
@@ -159,3 +161,30 @@ def test_planning_reads_no_weights(monkeypatch, capsys):
     monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("a weight was read"))
     assert planning.hardware_here().kind in ("cpu", "cuda")
     plan_json(capsys)
+
+
+def test_a_target_with_code_of_its_own_is_planned_once_it_may_run(tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(embedded_path("tiny"), folder)
+    (folder / "own.py").write_text(
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    described = json.loads((folder / "config.json").read_text())
+    described |= {
+        "model_type": "own",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    allowed = ["--target.trust-remote-code", "--target.revision", "0" * 40]
+    config = parse_plan(str(folder), [*SMALL, *allowed])
+    planned = propose(
+        config, check_target(config), sketch_target(config.target), Hardware(2, GIB, "cpu"), timed=True
+    )
+    builtin, spec, target = given()
+    expected = propose(builtin, spec, target, Hardware(2, GIB, "cpu"), timed=False)
+    assert planned.costs == expected.costs
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        check_target(parse_plan(str(folder), SMALL))

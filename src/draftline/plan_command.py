@@ -13,7 +13,7 @@ from draftline.options import PlanOptions
 from draftline.pipeline.placement import GIB, Option
 from draftline.pipeline.planning import Hardware, Proposal, hardware_here, propose
 from draftline.setup import check_target
-from draftline.target.load import read_target_config
+from draftline.target.load import sketch_target
 
 
 def plan_run(config: RunConfig, options: PlanOptions) -> Proposal:
@@ -26,7 +26,7 @@ def plan_run(config: RunConfig, options: PlanOptions) -> Proposal:
     memory = here.memory_bytes if options.memory_gib is None else int(options.memory_gib * GIB)
     hardware = Hardware(options.devices or here.count, memory, here.kind, options.tflops)
     timed = options.tflops is None and here.kind == "cuda"
-    return propose(config, check_target(config), read_target_config(config.target), hardware, timed=timed)
+    return propose(config, check_target(config), sketch_target(config.target), hardware, timed=timed)
 
 
 def plan_values(proposal: Proposal) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
     spec = _resolve(config, sketch)
     # devices and their memory
     target_config = read_target_config(config.target)
-    plan = make_plan(resolve_placement(config, spec, target_config))
-    refuse_what_cannot_fit(config, spec, target_config, plan)
+    plan = make_plan(resolve_placement(config, spec, sketch))
+    refuse_what_cannot_fit(config, spec, sketch, plan)
     torch.set_num_threads(plan.cpu_threads)  # before any thread starts: compiled code guards on it
     # held-out prompts, weights to start from, training data
     tokenizer = sketch.tokenizer

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from draftline.compiling import gate
-from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig
+from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig, TargetConfig
 from draftline.data.document import DocumentStore
 from draftline.data.rows import RowShape, RowSource
 from draftline.errors import StallError
@@ -28,7 +28,7 @@ from draftline.pipeline.job import Job, max_documents
 from draftline.pipeline.placement import SideTimes
 from draftline.pipeline.plan import Plan
 from draftline.pipeline.schedule import Schedule
-from draftline.target.load import Target, wrap_target
+from draftline.target.load import Target, build_model, wrap_target
 from draftline.target.selftest import choose_form
 
 NUM_WARM = 3
@@ -57,14 +57,15 @@ class Calibration:
         return SideTimes(self.target_s, self.drafter_s + self.update_s / rows_per_step)
 
 
-def random_target(name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Target:
-    """A target in the shape of `config` with random weights; it has no tokenizer."""
+def random_target(
+    config: TargetConfig, target_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> Target:
+    """A target in the shape of `target_config` with random weights; it has no tokenizer."""
     torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = build_model(config, target_config, device, dtype)
     nn.Module.to(model, device)  # whatever was made on the CPU in spite of it
     model.eval().requires_grad_(requires_grad=False)
-    return wrap_target(name, model, cast("Any", None))
+    return wrap_target(config.path, model, cast("Any", None))
 
 
 def calibration_job(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftline.config import DrafterSpec
 from draftline.target.forward import decoder_layers
@@ -38,11 +37,9 @@ class TargetCost:
         return 2.0 * tokens * self.active_weights + 4.0 * self.attention_width * tokens * document_tokens / 2
 
 
-def count_target(config: PreTrainedConfig, target_layer_ids: tuple[int, ...]) -> TargetCost:
-    """Count a target from its configuration; no weight is read or allocated."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    text = text_config(config)
+def count_target(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> TargetCost:
+    """Count a target; only shapes are read, so a model on the meta device will do."""
+    text = text_config(model.config)
     _, _, layers = decoder_layers(model)
     used = list(layers)[: max(target_layer_ids) + 1]
     share = _active_share(text)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedConfig
 
 from draftline.config import DrafterSpec, PlacementConfig, RunConfig
 from draftline.data.document import DocumentStore
@@ -27,7 +26,7 @@ from draftline.pipeline.job import row_shape
 from draftline.pipeline.memory import HEADROOM, Memory, Sizes, device_memory
 from draftline.pipeline.placement import GIB, Mode, Option, SideTimes, choose, list_options
 from draftline.pipeline.plan import Devices, Plan, available_devices, make_plan
-from draftline.target.load import resolve_dtype, torch_dtype
+from draftline.target.load import Target, resolve_dtype, torch_dtype
 
 NUM_SYNTHETIC = 2000
 """Documents that stand for the data set when there is none yet."""
@@ -118,32 +117,33 @@ class Proposal:
         )
 
 
-def run_costs(config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, plan: Plan) -> Costs:
+def run_costs(config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan) -> Costs:
     """Count a run."""
-    dtype = resolve_dtype(config.target.dtype, plan.targets[0], torch_dtype(target.dtype))
+    dtype = resolve_dtype(config.target.dtype, plan.targets[0], torch_dtype(sketch.model.config.dtype))
     return Costs(
-        count_target(target, spec.target_layer_ids),
+        count_target(sketch.model, spec.target_layer_ids),
         DrafterCost(spec, config.rows.token_budget, config.rows.block_budget),
         Sizes(dtype.itemsize, plan.drafter_dtype.itemsize, plan.channel_slots, config.loss.chunk_rows),
     )
 
 
 def propose(
-    config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, hardware: Hardware, *, timed: bool
+    config: RunConfig, spec: DrafterSpec, sketch: Target, hardware: Hardware, *, timed: bool
 ) -> Proposal:
     """Rate every placement on `hardware` and choose.
 
     Args:
+        sketch: the target without weights, see `sketch_target`.
         timed: run a few rows of both sides on the first device here, with random weights.
 
     Raises:
         ConfigError: no placement can be used.
     """
     plan = make_plan(PlacementConfig(attention=config.placement.attention))
-    costs = run_costs(config, spec, target, plan)
+    costs = run_costs(config, spec, sketch, plan)
     store = planned_store(config, spec.vocab_size)
     source = RowSource(store, row_shape(config, spec, plan.backend), config.seed)
-    calibration = _time_both(config, spec, target, plan, store) if timed else None
+    calibration = _time_both(config, spec, sketch, plan, store) if timed else None
     if calibration is not None:
         times = calibration.times(config.optim.rows_per_step)
     else:
@@ -177,12 +177,13 @@ def planned_store(config: RunConfig, vocab_size: int) -> DocumentStore:
 
 
 def _time_both(
-    config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, plan: Plan, store: DocumentStore
+    config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan, store: DocumentStore
 ) -> Calibration:
     device = plan.targets[0]
     plan = replace(plan, mode="colocated", targets=(device,), drafters=(device,))
-    dtype = resolve_dtype(config.target.dtype, device, torch_dtype(target.dtype))
-    loaded = random_target(config.target.path, target, dtype, device)
+    target_config = sketch.model.config
+    dtype = resolve_dtype(config.target.dtype, device, torch_dtype(target_config.dtype))
+    loaded = random_target(config.target, target_config, dtype, device)
     shape = row_shape(config, spec, plan.backend)
     return calibrate(calibration_job(loaded, spec, plan, shape, store, config.loss.chunk_rows))
 
@@ -194,7 +195,7 @@ def _num_rows(config: RunConfig, source: RowSource) -> int:
     return source.rows_in(config.optim.epochs)
 
 
-def resolve_placement(config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig) -> PlacementConfig:
+def resolve_placement(config: RunConfig, spec: DrafterSpec, sketch: Target) -> PlacementConfig:
     """The placement with `auto` decided: among several GPUs by counted operations and memory.
 
     Anything that names devices or a mode is left as it is, and so is a machine with one device.
@@ -206,22 +207,20 @@ def resolve_placement(config: RunConfig, spec: DrafterSpec, target: PreTrainedCo
     if wanted.mode != "auto" or wanted.targets or wanted.drafters or len(devices) == 1:
         return wanted
     names = tuple(str(device) for device in devices)
-    chosen = propose(config, spec, target, _hardware(devices), timed=False).chosen
+    chosen = propose(config, spec, sketch, _hardware(devices), timed=False).chosen
     if chosen.mode == "colocated":
         return wanted.model_copy(update={"mode": "colocated", "targets": names, "drafters": names})
     cut = chosen.num_targets
     return wanted.model_copy(update={"mode": "split", "targets": names[:cut], "drafters": names[cut:]})
 
 
-def refuse_what_cannot_fit(
-    config: RunConfig, spec: DrafterSpec, target: PreTrainedConfig, plan: Plan
-) -> None:
+def refuse_what_cannot_fit(config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan) -> None:
     """Compare the memory that a plan needs with what its GPUs have; on a CPU nothing is refused.
 
     Raises:
         ConfigError: a device is too small; its largest parts are named.
     """
-    costs = run_costs(config, spec, target, plan)
+    costs = run_costs(config, spec, sketch, plan)
     used = costs.on_devices(plan.targets, plan.drafters, split=plan.mode == "split")
     for device, memory in used.items():
         if device.type != "cuda":

@@ -178,16 +178,35 @@ def sketch_target(config: TargetConfig) -> Target:
     Raises:
         ConfigError: see `read_target_config`, `load_tokenizer` and `wrap_target`.
     """
-    target_config = read_target_config(config)
-    own_code = config.trust_remote_code and "AutoModelForCausalLM" in (
-        getattr(target_config, "auto_map", None) or {}
-    )
-    pinned = {"code_revision": config.revision} if own_code else {}
-    with torch.device("meta"), _explained(config, "cannot be built"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            target_config, trust_remote_code=config.trust_remote_code, **pinned
-        )
+    model = build_model(config, read_target_config(config), torch.device("meta"))
     return wrap_target(config.path, model, load_tokenizer(config))
+
+
+def build_model(
+    config: TargetConfig,
+    target_config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """A model in a target's shape with the weights that it would be trained from; no file of weights is read.
+
+    Raises:
+        ConfigError: transformers cannot build it, or it needs code of its own that was not asked for.
+    """
+    # transformers takes a pinned revision only when it imports the code, once a process; later it passes it on
+    known = type(target_config) in AutoModelForCausalLM._model_mapping
+    own_code = (
+        not known
+        and config.trust_remote_code
+        and "AutoModelForCausalLM" in (getattr(target_config, "auto_map", None) or {})
+    )
+    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if own_code:
+        arguments["code_revision"] = config.revision
+    if dtype is not None:
+        arguments["dtype"] = dtype
+    with device, _explained(config, "cannot be built"):
+        return AutoModelForCausalLM.from_config(target_config, **arguments)
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
