@@ -196,7 +196,7 @@ def test_without_a_network_the_hub_name_and_the_way_round_it_are_named(tokenizer
 
 def test_without_the_package_its_extra_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'draftline\[data\]'"):
+    with pytest.raises(DataError, match=r"pip install datasets"):
         load_prompts("gsm8k", tokenizer, 5)
 
 
