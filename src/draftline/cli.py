@@ -445,7 +445,7 @@ def demo(
     output: Path = Path("demo"),
     json_output: JsonFlag = False,
 ) -> None:
-    """Train a drafter for a small real target, measure it, export it: about a minute and a half on two cores.
+    """Train a drafter for a small real target, measure it, export it: about a minute on two cores.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""`draftline demo`: the whole journey on a small real target, in about a minute and a half on two cores.
+"""`draftline demo`: the whole journey on a small real target, in about a minute on two cores.
 
 Every number it prints is measured in that run: training through the real pipeline with two target and two
 drafter workers, acceptance length on prompts that no training conversation contains, real speculative decoding
