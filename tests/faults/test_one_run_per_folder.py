@@ -27,7 +27,8 @@ with RunFolder(Path(sys.argv[1]), "first"):
     print("held", flush=True)
     time.sleep(60)
 """
-FORK = "import os; os.fork() == 0 and time.sleep(60)"
+# The owner says "held" only once its child has started, or the child might still be about to let go.
+FORK = "import os; r, w = os.pipe(); os.fork() == 0 and (os.write(w, b'x'), time.sleep(60)); os.read(r, 1)"
 
 
 @contextmanager
