@@ -73,6 +73,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=8m", "none", mount], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
+        # a disk that is really full needs a file system of its own; injected ENOSPC is tested beside it
         pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
     yield mount
     subprocess.run(["umount", mount], check=True)

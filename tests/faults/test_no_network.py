@@ -36,6 +36,7 @@ def sealed_off() -> list[str]:
             and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0
         ):
             return command
+    # without the right to make a namespace there is no way to take the network away from one process
     pytest.skip("a network namespace is not permitted here")
 
 

@@ -86,7 +86,7 @@ def write_checkpoint(fs: CheckpointFileSystem, root: Path, snapshot: Snapshot, i
         _write_manifest(fs, temporary, snapshot, identity)
         faults.point("checkpoint", "rename", snapshot.step)
         fs.rename(temporary, root / checkpoint_name(snapshot.step))
-    except Exception:
+    except Exception:  # whatever it was is raised again; only the half-written folder goes
         # What cannot be removed now, because the disk refuses that too, is removed at the next start.
         with suppress(OSError):
             remove_tree(fs, temporary)

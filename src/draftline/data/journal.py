@@ -59,7 +59,7 @@ class Journal:
         try:
             with self._writing():
                 self._read(file)
-        except BaseException:
+        except BaseException:  # raised again: the lock must not outlive a journal that could not be read
             file.close()
             raise
         self._file = file

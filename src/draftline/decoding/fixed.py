@@ -290,6 +290,7 @@ def fix(function: Callable[[], T], owners: Sequence[object], device: torch.devic
 def _windows(target: Target) -> dict[str, int]:
     """Tokens that each type of layer sees, the current one included; full attention sees more than there are."""
     config = text_config(target.model.config)
+    # a foreign configuration: families without these attend to everything in every layer
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     window = getattr(config, "sliding_window", None)
     return {

@@ -89,7 +89,7 @@ def save_bad_step(prepared: Prepared, config: RunConfig, bad: BadStep) -> Path:
             if place.exists():  # the same step of the same run, met again
                 remove_tree(fs, place)
             write_checkpoint(fs, root, snapshot, prepared.identity)
-    except BaseException:
+    except BaseException:  # raised again: an empty folder would look like a saved step
         with suppress(OSError):  # steps that are there keep it
             root.rmdir()
         raise

@@ -86,7 +86,7 @@ class RunFolder:
             _lock(descriptor, self.path)
             _require_no_distant_owner(self.path, self._owner.host, self._beat_s)
             self._describe()
-        except BaseException:
+        except BaseException:  # raised again: the lock must not outlive a refusal
             os.close(descriptor)
             raise
         _held.add(descriptor)
