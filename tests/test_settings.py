@@ -49,6 +49,55 @@ def test_a_run_without_any_words_says_what_it_needs():
         parse_run([])
 
 
+RUN = "target: {path: builtin:tiny}\ndata: {path: x}\noutput: o\noptim: {steps: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sed: 1", r"Unknown setting in .*run\.yaml: sed\. Did you mean seed\?"),
+        ("optm: {steps: 3}", r"optm\.steps\. Did you mean optim\.steps\?"),
+        ("rows: {token_buget: 128}", r"rows\.token_buget\. Did you mean rows\.token_budget\?"),
+        ("lr: 3", r"run\.yaml: lr\. Did you mean optim\.lr\?"),
+        ("rows: {zzzz: 3}", r"rows\.zzzz\. There are rows\.token_budget, "),
+        ("zzzz: 3", r"Unknown setting in .*run\.yaml: zzzz. There are .*seed, .*deadlines"),
+    ],
+)
+def test_an_unknown_key_of_a_file_gets_the_nearest_name_at_any_level(tmp_path: Path, line: str, words: str):
+    (tmp_path / "run.yaml").write_text(RUN + line, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        parse_run([str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--sed=1", r"Unknown option: --sed\. Did you mean --seed\?"),
+        ("--optim.stps=1", r"Did you mean --optim\.steps\?"),
+        ("--zzzz=1", r"Unknown option: --zzzz. There are .*--seed"),
+    ],
+)
+def test_an_unknown_flag_gets_the_nearest_name_or_all_there_are(flag: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        parse_run([*NEEDED, flag])
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["export", "run", "out", "--targt", "x"], "Unknown option: --targt. Did you mean --target?"),
+        (["export", "run", "out", "--zzzz", "x"], "Unknown option: --zzzz. There are --target"),
+    ],
+)
+def test_every_command_names_what_is_near_an_unknown_flag(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        app(words)
+    assert ended.value.code == 2
+    assert answer in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_setting_that_is_not_given_is_named():
     with pytest.raises(ConfigError, match="data is missing, or what it needs"):
         parse_run([flag for flag in NEEDED if not flag.startswith("--data")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +19,38 @@ from draftline.errors import ConfigError
 
 def sentence(error: cyclopts.CycloptsError) -> str:
     """What is wrong with a command line, as one sentence."""
+    if isinstance(error, cyclopts.UnknownOptionError):
+        return _unknown(error)
     cause = error.__cause__
     return explain(cause) if isinstance(cause, ValidationError) else str(error)
+
+
+def _unknown(error: cyclopts.UnknownOptionError) -> str:
+    """The nearest setting to one that does not exist, or all beside it where none is near."""
+    written, source = error.token.keyword or error.token.value, error.token.source
+    flags = [argument.name for argument in error.argument_collection if argument.name.startswith("--")]
+    if source == "cli":
+        what, name, known = "Unknown option", written.partition("=")[0], flags
+    else:
+        # the parser spells the key b of a mapping a as [a][b]
+        what, name = f"Unknown setting in {source}", ".".join(re.findall(r"\[(.*?)\]", written)) or written
+        known = [flag.removeprefix("--").replace("-", "_") for flag in flags]
+    if near := _nearest(name, known):
+        return f"{what}: {name}. Did you mean {near}?"
+    return f"{what}: {name}. There are {', '.join(_beside(name, known))}"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str | None:
+    """A known name like this one: of the same section, of another one where it was put by mistake."""
+    like = difflib.get_close_matches(name, _beside(name, known), n=1, cutoff=0.7)
+    misplaced = [one for one in known if one.rpartition(".")[2] == name.rpartition(".")[2].lstrip("-")]
+    return next(iter([*like, *misplaced]), None)
+
+
+def _beside(name: str, known: Sequence[str]) -> list[str]:
+    """The names of the section that a name is in; all of them where there is no such section."""
+    section = name.rpartition(".")[0]
+    return [one for one in known if one.rpartition(".")[0] == section] or list(known)
 
 
 class _StrictLoader(yaml.SafeLoader):
