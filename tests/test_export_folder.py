@@ -166,13 +166,45 @@ def test_the_proof_fails_when_the_configuration_says_something_else(key, value, 
         prove_export(drafter.spec, tensors, folder)
 
 
-def test_an_older_export_is_replaced_and_nothing_is_left_beside_it(tmp_path):
-    first, second = bf16_drafter(), bf16_drafter(intermediate_size=64)
-    export_drafter(first.spec, first.state_dict(), tmp_path / "drafter")
-    export_drafter(second.spec, second.state_dict(), tmp_path / "drafter")
+def test_another_drafter_in_the_folder_is_named_and_stays_unless_it_may_be_overwritten(tmp_path):
+    first, wider, retrained = bf16_drafter(), bf16_drafter(intermediate_size=64), bf16_drafter()
+    with torch.no_grad():
+        retrained.norm.weight.add_(1.0)
+    out = export_drafter(first.spec, first.state_dict(), tmp_path / "drafter")
+    before = (out / "model.safetensors").read_bytes()
 
-    assert load_drafter(tmp_path / "drafter")[0].intermediate_size == 64
+    for other, held in (
+        (wider, r"another shape \(intermediate_size 64 here and 48 there\)"),
+        (retrained, "same shape with other weights"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"drafter holds a drafter of .*{held}; choose another folder, or --over"
+        ):
+            export_drafter(other.spec, other.state_dict(), out)
+    assert (out / "model.safetensors").read_bytes() == before
+
+    export_drafter(wider.spec, wider.state_dict(), out, overwrite=True)
+    assert load_drafter(out)[0].intermediate_size == 64
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_the_same_drafter_is_written_anew_also_as_it_was_trained(tmp_path):
+    drafter = bf16_drafter()
+    masters = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
+    export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter", card="old")
+    export_drafter(drafter.spec, masters, tmp_path / "drafter", card="new")
+    assert (tmp_path / "drafter" / "README.md").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_a_drafter_that_cannot_be_read_is_not_replaced_unasked(tmp_path):
+    drafter = bf16_drafter()
+    out = export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter")
+    (out / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        export_drafter(drafter.spec, drafter.state_dict(), out)
+    export_drafter(drafter.spec, drafter.state_dict(), out, overwrite=True)
+    assert load_drafter(out)[0] == drafter.spec
 
 
 def test_a_folder_with_other_files_is_never_replaced(tmp_path):

@@ -153,6 +153,15 @@ def test_a_drafter_or_prompts_that_cannot_be_used_are_refused_without_weights(co
             use(tmp_path / "other", "/nowhere.jsonl")
 
 
+@pytest.mark.usefixtures("no_weights")
+def test_an_export_over_another_drafter_is_refused_without_weights(trained, tmp_path):
+    drafter = random_drafter(tiny_spec(), dtype=torch.bfloat16)
+    export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "out")
+    target = TargetConfig(path="builtin:tiny")
+    with pytest.raises(ConfigError, match=r"out holds a drafter of another shape .*--overwrite"):
+        export_run(trained, tmp_path / "out", [], target, "z-lab", None, MeasureOptions())
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_the_sketch_of_a_target_has_the_shapes_and_the_scale_of_its_weights(family, tmp_path):
     config = TargetConfig(path=str(save_target(tmp_path / family, family)))

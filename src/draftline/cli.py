@@ -351,6 +351,7 @@ def export(
     name: str | None = None,
     dtype: Dtype = "auto",
     options: Annotated[MeasureOptions, Parameter(name="*")] = MEASURE,
+    overwrite: bool = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Write a drafter as the folder that SGLang, vLLM and z-lab's code load, with a model card, and prove it.
@@ -371,13 +372,15 @@ def export(
         Name of the drafter in the serve lines, such as a hub name; else the folder.
     dtype
         Compute type of the measurement.
+    overwrite
+        Replace another drafter in the folder; without it such a folder is refused. The same one is written anew.
     json_output
         Print one JSON object.
     """
     from draftline.commands import export_run  # noqa: PLC0415 - transformers takes seconds to import
 
     model = _target(target, dtype) if target is not None else None
-    outcome = export_run(run, out, prompts, model, format, name, options)
+    outcome = export_run(run, out, prompts, model, format, name, options, overwrite=overwrite)
     lines = outcome.pop("serve") if not json_output else {}
     _print(outcome, json_output=json_output)
     for engine, line in lines.items():

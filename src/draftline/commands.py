@@ -24,7 +24,7 @@ from draftline.errors import ConfigError
 from draftline.options import GenerateOptions, MeasureOptions
 from draftline.pipeline.plan import available_devices
 from draftline.serving.card import Format, model_card, serve_lines
-from draftline.serving.export import export_drafter, export_speculators
+from draftline.serving.export import export_drafter, export_speculators, refuse_occupied
 from draftline.serving.export_proof import Proof, prove_on_target
 from draftline.serving.importing import find_drafter, load_drafter, refuse_misfit
 from draftline.serving.speculators import Verifier
@@ -51,9 +51,17 @@ def load_pair(drafter: Path, target: TargetConfig) -> tuple[Target, Drafter]:
     Raises:
         ConfigError, CheckpointError: a folder is not what it should be, or the two do not fit.
     """
-    sketch = sketch_target(target)
+    return _load_with(_read_fitting(drafter, sketch_target(target)), target)
+
+
+def _read_fitting(drafter: Path, sketch: Target) -> Drafter:
+    """A drafter on the CPU in the dtype of its file, checked to belong to a target by that one's sketch."""
     spec, module = load_drafter(find_drafter(drafter), text_config(sketch.model.config).num_hidden_layers)
     refuse_misfit(spec, sketch)
+    return module
+
+
+def _load_with(module: Drafter, target: TargetConfig) -> tuple[Target, Drafter]:
     loaded = load_target(target, available_devices()[0])
     return loaded, module.to(device=loaded.device, dtype=loaded.embedding.dtype).eval()
 
@@ -106,25 +114,29 @@ def export_run(
     form: Format,
     name: str | None,
     options: MeasureOptions,
+    *,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Export a drafter from wherever it lies; with a target, measure it and prove what the folder computes on it.
 
     Args:
         prompts: what acceptance is measured on for the model card; none leaves it out.
         name: of the drafter in the serve lines; None takes the folder.
+        overwrite: replace another drafter in `out`.
 
     Raises:
-        ConfigError: prompts or the speculators format without a target.
+        ConfigError: prompts or the speculators format without a target, or another drafter in `out`.
         CheckpointError: the drafter does not fit the target, or the folder is not what went in.
     """
     source, name = find_drafter(run), name or str(out)
     if target is not None:
-        return _export_on_target(source, out, prompts, target, form, name, options)
+        return _export_on_target(source, out, prompts, target, form, name, options, overwrite=overwrite)
     if prompts or form == "speculators":
         what = "measuring acceptance" if prompts else "the speculators format, which names the target,"
         raise ConfigError(f"{what} needs --target")
     spec, module = load_drafter(source)
-    export_drafter(spec, module.state_dict(), out, model_card(spec, NO_TARGET, name))
+    card = model_card(spec, NO_TARGET, name)
+    export_drafter(spec, module.state_dict(), out, card, overwrite=overwrite)
     return _exported(source, out, module, serve_lines(spec, NO_TARGET, name))
 
 
@@ -136,9 +148,13 @@ def _export_on_target(
     form: Format,
     name: str,
     options: MeasureOptions,
+    *,
+    overwrite: bool,
 ) -> dict[str, Any]:
     asked = _asked(target, prompts, options) if prompts else []
-    loaded, module = load_pair(source, target)
+    module = _read_fitting(source, sketch_target(target))
+    refuse_occupied(module.spec, module.state_dict(), out, overwrite=overwrite)
+    loaded, module = _load_with(module, target)
     answers = _answers(loaded, asked, options) if prompts else _short_answer(loaded)
     measured = _measure(loaded, module, answers, options) if prompts else None
     called, proofs = resolve_path(target), list[Proof]()
@@ -151,9 +167,9 @@ def _export_on_target(
     card = model_card(spec, called, name, form, **(measured.for_card() if measured else {}))
     if form == "speculators":
         verifier = Verifier(called, tuple(loaded.model.config.architectures or ()))
-        export_speculators(spec, weights, out, verifier, card, prove)
+        export_speculators(spec, weights, out, verifier, card, prove, overwrite=overwrite)
     else:
-        export_drafter(spec, weights, out, card, prove)
+        export_drafter(spec, weights, out, card, prove, overwrite=overwrite)
     return {
         **_exported(source, out, module, serve_lines(spec, called, name, form)),
         "proof": asdict(proofs[0]),

@@ -305,7 +305,7 @@ class Session:
             f"at most {self._config.evaluation.max_new_tokens} tokens."
         )
         card = model_card(spec, target.name, str(out), evaluation=after, conditions=conditions)
-        return export_drafter(spec, weights, out, card)
+        return export_drafter(spec, weights, out, card, overwrite=True)  # of this very run, before it went on
 
 
 def _initial_weights(job: Job) -> dict[str, Tensor]:

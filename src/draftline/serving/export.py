@@ -115,21 +115,25 @@ def export_drafter(
     out: Path,
     card: str | None = None,
     prove: Callable[[Path], None] = lambda _folder: None,
+    *,
+    overwrite: bool = False,
 ) -> Path:
     """Write and prove a drafter's folder as z-lab's code, SGLang and vLLM load it.
 
-    `out` appears whole or not at all. An older drafter there is replaced; a folder that holds anything else is
-    refused.
+    `out` appears whole or not at all. The same drafter there is written anew; a folder that holds anything but a
+    drafter is refused.
 
     Args:
         card: text of its README, see `card.model_card`.
         prove: a further check of the folder before it appears as `out`; what it raises leaves nothing behind.
+        overwrite: replace another drafter in `out` too.
 
     Raises:
-        ConfigError: `out` exists and is not a drafter's folder.
+        ConfigError: `out` exists and is not a drafter's folder, or that of another drafter.
         CheckpointError: the weights do not fit the spec, or the folder does not read back as written.
         DiskFullError: there is no room.
     """
+    refuse_occupied(spec, weights, out, overwrite=overwrite)
     return _export(spec, weights, out, config_json(spec), card, prove)
 
 
@@ -140,6 +144,8 @@ def export_speculators(
     verifier: Verifier,
     card: str | None = None,
     prove: Callable[[Path], None] = lambda _folder: None,
+    *,
+    overwrite: bool = False,
 ) -> Path:
     """Like `export_drafter`, in the speculators library's format, from which vLLM serves drafter and target.
 
@@ -147,6 +153,7 @@ def export_speculators(
         ConfigError: as above, or the format cannot express this drafter.
         CheckpointError, DiskFullError: as above.
     """
+    refuse_occupied(spec, weights, out, overwrite=overwrite)
     return _export(spec, weights, out, speculators_config_json(spec, verifier), card, prove)
 
 
@@ -158,7 +165,6 @@ def _export(
     card: str | None,
     prove: Callable[[Path], None],
 ) -> Path:
-    _refuse_other_folder(out)
     tensors = serving_tensors(spec, weights)
     temporary = out.with_name(TEMPORARY + out.name)
     with disk_failures_explained(out.parent, "exporting the drafter"):
@@ -174,7 +180,16 @@ def _export(
     return out
 
 
-def _refuse_other_folder(out: Path) -> None:
+def refuse_occupied(
+    spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path, *, overwrite: bool = False
+) -> None:
+    """Make sure that writing a drafter to `out` loses nothing that the user may want.
+
+    Raises:
+        ConfigError: `out` is no drafter's folder or, unless it may be overwritten, that of another drafter; what it
+            holds is named.
+        CheckpointError: the weights do not fit the spec.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     known = {CONFIG, MODEL, CARD}
@@ -182,6 +197,32 @@ def _refuse_other_folder(out: Path) -> None:
         raise ConfigError(
             f"{out} exists and holds something other than an exported drafter; choose another folder"
         )
+    if not overwrite and (found := _other_drafter(spec, weights, out)):
+        raise ConfigError(f"{out} holds {found}; choose another folder, or --overwrite to replace it")
+
+
+def _other_drafter(spec: DrafterSpec, weights: Mapping[str, Tensor], out: Path) -> str | None:
+    """What lies in a drafter's folder, as far as it is not the drafter that is to be written there."""
+    try:
+        found_spec, found = load_drafter(out, spec.num_target_layers)
+    except CheckpointError as error:
+        return f"a drafter that cannot be read ({error})"
+    differing = _differences(spec, found_spec, "here and", "there")
+    if differing:
+        return f"a drafter of another shape ({'; '.join(differing)})"
+    lying, tensors = found.state_dict(), serving_tensors(spec, weights)
+    if all(torch.equal(lying[name], tensor) for name, tensor in tensors.items()):
+        return None
+    return "a drafter of the same shape with other weights"
+
+
+def _differences(ours: DrafterSpec, theirs: DrafterSpec, between: str, after: str = "") -> list[str]:
+    """Fields that do not do the same in two drafters, each as OURS between THEIRS."""
+    return [
+        f"{name} {getattr(ours, name)!r} {between} {getattr(theirs, name)!r} {after}".rstrip()
+        for name in type(ours).model_fields
+        if ours.effective(name) != theirs.effective(name)
+    ]
 
 
 def _put_in_place(temporary: Path, out: Path) -> None:
@@ -214,11 +255,7 @@ def prove_export(spec: DrafterSpec, tensors: Mapping[str, Tensor], folder: Path)
         CheckpointError: any of them differs.
     """
     read_spec, reloaded = load_drafter(folder, spec.num_target_layers)
-    differing = [
-        f"{name} {getattr(spec, name)!r} became {getattr(read_spec, name)!r}"
-        for name in type(spec).model_fields
-        if spec.effective(name) != read_spec.effective(name)
-    ]
+    differing = _differences(spec, read_spec, "became")
     if differing:
         raise CheckpointError(f"the exported {folder / CONFIG} does not read back: {'; '.join(differing)}")
     original = Drafter(spec)
