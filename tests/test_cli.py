@@ -10,13 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftline.cli import app
 from draftline.console import Screen
 from draftline.demo import demo_config
 from draftline.errors import ConfigError, DataError
 from draftline.run import train
+from draftline.serving.export import export_drafter
 from draftline.settings import parse_run
+from draftline.setup import check_target
+from tests.oracles.tiny import random_drafter
 
 SETTINGS = (
     "--target.path=builtin:tiny",
@@ -66,6 +70,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert outcome["steps"] == 6
     assert outcome["before"]["overall"]["tau"] >= 1
     return folder / "run"
+
+
+def test_an_answer_of_a_hybrid_target_streams_without_a_word_of_transformers(tmp_path: Path):
+    settings = parse_run([*changed("--target.path=builtin:hybrid"), "--optim.steps=1", "--output=unused"])
+    spec = check_target(settings)
+    drafter = random_drafter(spec, dtype=torch.bfloat16)
+    export_drafter(spec, drafter.state_dict(), tmp_path / "drafter")
+    flags = ["--target", "builtin:hybrid", "--max-new-tokens", "8"]
+    done = draftline("generate", "drafter", "Hello", *flags, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_run_leaves_a_drafter_checkpoints_metrics_and_a_result(run: Path):

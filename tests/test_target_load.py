@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from draftline.target.load import (
     tables_of,
     wrap_target,
 )
+from draftline.target.notices import say_missing_kernels, without_load_report
 from tests.target_families import HIDDEN, NUM_LAYERS, VOCAB, model, save_target, tokenizer
 
 CPU = torch.device("cpu")
@@ -81,6 +83,67 @@ def test_shards_load_like_one_file(folder: Path):
     whole = load(folder).model.state_dict()
     shard(folder)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in load(folder).model.state_dict().items())
+
+
+def load_elsewhere(folder: Path) -> str:
+    """What another process shows that loads a target; transformers' log cannot be caught in this one."""
+    code = "import sys, torch\nfrom draftline.config import TargetConfig\nfrom draftline.target.load import load_target\n"
+    code += "load_target(TargetConfig(path=sys.argv[1]), torch.device('cpu'))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False,
+        env={**os.environ, "COLUMNS": "300"},
+    )  # fmt: skip
+    return shown.stdout + shown.stderr
+
+
+def test_weights_that_are_not_used_are_named_in_one_line_of_our_own(folder: Path):
+    weights = load_file(folder / WEIGHTS)
+    stray = {f"model.layers.{NUM_LAYERS}.stray{i}": torch.ones(2) for i in range(4)}
+    save_file(weights | stray, folder / WEIGHTS, metadata={"format": "pt"})
+    first = f"model.layers.{NUM_LAYERS}.stray"
+    assert load_elsewhere(folder) == (
+        f"target '{folder}': 4 weights of its files are not used ({first}0, {first}1, {first}2, ...); if you know of "
+        "no reason, its config.json belongs to another checkpoint\n"
+    )
+
+
+def test_missing_weights_are_reported_by_our_error_alone(folder: Path):
+    weights = load_file(folder / WEIGHTS)
+    del weights["model.norm.weight"]
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    shown = load_elsewhere(folder)
+    assert "CheckpointError: target" in shown
+    assert "lacks 1 weights that its config.json asks for" in shown
+    assert "LOAD REPORT" not in shown
+
+
+@pytest.mark.parametrize(
+    ("logger", "text", "device", "shown"),
+    [
+        (
+            "integrations.hub_kernels",
+            "`f` is falling back to its reference PyTorch implementation",
+            "cpu",
+            False,
+        ),
+        (
+            "integrations.hub_kernels",
+            "`f` is falling back to its reference PyTorch implementation",
+            "cuda",
+            True,
+        ),
+        ("integrations.hub_kernels", "another warning", "cpu", True),
+        ("modeling_utils", "Model LOAD REPORT MISSING", "cpu", False),
+        ("modeling_utils", "Model LOAD REPORT CONVERSION", "cpu", True),
+        ("modeling_utils", "another warning", "cpu", True),
+    ],
+)
+def test_only_the_notices_of_transformers_that_help_nobody_are_held_back(logger, text, device, shown):
+    record = logging.LogRecord("transformers", logging.WARNING, __file__, 1, text, (), None)
+    say_missing_kernels(torch.device(device))
+    with without_load_report():
+        assert bool(logging.getLogger(f"transformers.{logger}").filter(record)) == shown
+    say_missing_kernels(CPU)
 
 
 def test_gemmas_embedding_is_taken_raw_with_its_scale():

@@ -12,8 +12,14 @@ from rich.console import Console
 
 from draftline.config import TargetConfig
 from draftline.decoding.decode import decode_events
-from draftline.decoding.evaluate import Prompt, Reference, reference_answers, refuse_beyond_context
-from draftline.decoding.greedy import Limit
+from draftline.decoding.evaluate import (
+    WARM_TOKENS,
+    Prompt,
+    Reference,
+    reference_answers,
+    refuse_beyond_context,
+)
+from draftline.decoding.greedy import Limit, greedy
 from draftline.decoding.measure import Measurement, measure
 from draftline.decoding.prompt_sets import SETS
 from draftline.decoding.prompts import chat_prompt, load_prompts
@@ -206,6 +212,8 @@ def generate_text(
     choice = _choice(options, loaded.device)
     limit = answer_limit(loaded, options.max_new_tokens)
     refuse_beyond_context(loaded, [asked], limit)
+    # first calls load kernels, which takes time and may say something in the middle of the text
+    greedy(loaded, asked.input_ids[:WARM_TOKENS], Limit(2))
     events = decode_events(loaded, module, asked.input_ids, limit, choice)
     decoded = print_answer(events, loaded.tokenizer, Console(quiet=not show, highlight=False))
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from draftline.config import TargetConfig
+from draftline.console import Screen
 from draftline.embedded import EMBEDDED_NAMES, embedded_path
 from draftline.errors import CheckpointError, ConfigError
+from draftline.target.notices import say_missing_kernels, without_load_report
 from draftline.target.shards import check_shards
 
 BUILTIN = "builtin:"
@@ -227,12 +229,14 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     }
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log, each of its states is a line
-    with _explained(config, "cannot be loaded"):
+    say_missing_kernels(device)
+    with _explained(config, "cannot be loaded"), without_load_report():
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_path(config), **arguments)
     model, loading = loaded
     _refuse_unset_weights(
         config.path, [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     )
+    _say_unused_weights(config.path, sorted(loading["unexpected_keys"]))
     nn.Module.to(model, device)
     model.eval().requires_grad_(requires_grad=False)
     return wrap_target(config.path, model, load_tokenizer(config))
@@ -241,11 +245,23 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
 def _refuse_unset_weights(name: str, unset: list[str]) -> None:
     """transformers fills weights that no file holds with random numbers and goes on with a warning."""
     if unset:
-        some = ", ".join(sorted(unset)[:3]) + (", ..." if len(unset) > 3 else "")
         raise CheckpointError(
             f"target {name!r} lacks {len(unset)} weights that its config.json asks for, or has them in another "
-            f"shape ({some}); download it again, or correct config.json"
+            f"shape ({_some(sorted(unset))}); download it again, or correct config.json"
         )
+
+
+def _say_unused_weights(name: str, unused: list[str]) -> None:
+    """Not an error: some checkpoints carry heads that their own model does not build."""
+    if unused:
+        Screen().say(
+            f"target {name!r}: {len(unused)} weights of its files are not used ({_some(unused)}); if you know of no "
+            "reason, its config.json belongs to another checkpoint"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def wrap_target(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Target:
