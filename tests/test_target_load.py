@@ -87,11 +87,10 @@ def test_shards_load_like_one_file(folder: Path):
 
 def load_elsewhere(folder: Path) -> str:
     """What another process shows that loads a target; transformers' log cannot be caught in this one."""
-    code = "import sys, torch\nfrom draftline.config import TargetConfig\nfrom draftline.target.load import load_target\n"
-    code += "load_target(TargetConfig(path=sys.argv[1]), torch.device('cpu'))"
+    code = "import sys; from tests.test_target_load import load; from pathlib import Path; load(Path(sys.argv[1]))"
     shown = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False,
-        env={**os.environ, "COLUMNS": "300"},
+        cwd=Path(__file__).parents[1], env={**os.environ, "COLUMNS": "300"},
     )  # fmt: skip
     return shown.stdout + shown.stderr
 
