@@ -144,4 +144,6 @@ def report(title: str, rows: list[dict[str, Any]], device: torch.device, out: Pa
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:,.2f}" if isinstance(value, float) else str(value)

@@ -87,8 +87,9 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What a drafter step is measured with."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135M", "8B", "27B"])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
     parser.add_argument("--tokens", type=int, default=4096)
@@ -96,7 +97,11 @@ def main() -> None:
     parser.add_argument("--chunk-rows", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
     rows = []
     for name in options.shapes:
         rows.append(measure(name, options.device, options))

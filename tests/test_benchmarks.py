@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,59 @@ def test_a_benchmark_measures_a_tiny_shape_on_the_cpu_and_says_how_it_was_run(na
         assert FIGURES[name] <= row.keys()
         assert row["recompiles"] == 0
         assert all(value >= 0 for value in row.values() if isinstance(value, float))
+
+
+def other_trainers(folder: Path) -> dict[str, str]:
+    """An environment whose speculators breaks when it builds its model, and whose SpecForge cannot be imported."""
+    for package in ("speculators", "speculators/models", "speculators/train"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+    (folder / "speculators/models/dflash.py").write_text(
+        "class DFlashDraftModel: ...\n"
+        "class DFlashSpeculatorConfig:\n"
+        "    def __init__(self, **given): raise RuntimeError('out of order')\n"
+    )
+    (folder / "speculators/train/optimizers.py").write_text("def build_optimizers(): ...\n")
+    (folder / "specforge.py").write_text("raise ImportError('kept out of this test')\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def beside_peers(folder: Path, *more: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    script, out = ROOT / "benchmarks" / "peers.py", folder / "out.json"
+    arguments = ["--shapes", "tiny", "--device", "cpu", "--json", str(out), *SMALL["step"], *more]
+    run = subprocess.run(
+        [sys.executable, script, *arguments],
+        check=False,
+        timeout=240,
+        capture_output=True,
+        text=True,
+        env=other_trainers(folder),
+    )
+    return run, out
+
+
+def test_peers_that_are_not_installed_or_break_are_lines_that_say_why(tmp_path: Path):
+    run, out = beside_peers(tmp_path)
+    assert run.returncode == 0, run.stderr
+    own, broken, absent = json.loads(out.read_text())["results"]
+    assert own["peer"] == "draftline"
+    assert own["share_of_peak"] > 0
+    assert broken["notes"] == "failed: RuntimeError: out of order"
+    assert absent["notes"] == "not installed: kept out of this test"
+    assert [broken["step_ms"], absent["step_ms"]] == [None, None]
+    assert "not installed: kept out of this test" in run.stdout
+    assert "Traceback" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "measured"),
+    [
+        ("specforge", "not installed: kept out of this test", False),
+        ("speculators", "failed: RuntimeError: out of order", True),
+    ],
+)
+def test_a_required_peer_without_figures_is_an_error(name: str, why: str, measured: bool, tmp_path: Path):
+    run, out = beside_peers(tmp_path, "--require", name)
+    assert run.returncode == 1
+    assert f"--require {name}: {why}" in run.stderr
+    assert out.exists() is measured  # an absent one is known before anything is measured
