@@ -205,6 +205,13 @@ def test_export_measures_writes_a_card_and_proves_the_folder(run: Path, form: st
     assert "me/it" in outcome["serve"]["vLLM"]
     architecture = json.loads((out / "config.json").read_text())["architectures"]
     assert architecture == [{"z-lab": "DFlashDraftModel", "speculators": "DFlashSpeculator"}[form]]
+    assert [line.strip() for line in done.stderr.splitlines()] == [
+        "loading builtin:tiny",
+        "answers of the target 3/3",
+        "replayed answers 3/3",
+        "decoded with and without the drafter 1/1",
+        "replayed with the exported folder 3/3",
+    ]
 
 
 def test_export_without_a_target_says_what_needs_one(run: Path):

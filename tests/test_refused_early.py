@@ -25,6 +25,8 @@ from tests.oracles.tiny import random_drafter, tiny_spec
 from tests.target_families import save_target
 from tests.test_cli import SETTINGS, changed
 
+QUIET = Screen(quiet=True)
+
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,28 +131,50 @@ def test_held_out_prompts_beyond_the_targets_context_are_refused_without_weights
     assert "longer than the target's context" in str(refusal(flags, tmp_path / "run"))
 
 
+def use(command: str, drafter: Path, prompts: str, out: Path) -> None:
+    target = TargetConfig(path="builtin:tiny")
+    if command == "evaluate":
+        evaluate_drafter(drafter, [prompts], target, MeasureOptions(), QUIET)
+    elif command == "generate":
+        generate_text(drafter, "Hello", target, GenerateOptions(), show=False)
+    else:
+        export_run(drafter, out, [prompts], target, "z-lab", None, MeasureOptions(), QUIET)
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("command", ["evaluate", "generate", "export"])
 def test_a_drafter_or_prompts_that_cannot_be_used_are_refused_without_weights(command, tmp_path):
     other = random_drafter(tiny_spec(), dtype=torch.bfloat16)
     export_drafter(other.spec, other.state_dict(), tmp_path / "other")
-    target = TargetConfig(path="builtin:tiny")
-
-    def use(drafter: Path, prompts: str) -> None:
-        if command == "evaluate":
-            evaluate_drafter(drafter, [prompts], target, MeasureOptions())
-        elif command == "generate":
-            generate_text(drafter, "Hello", target, GenerateOptions(), show=False)
-        else:
-            export_run(drafter, tmp_path / "out", [prompts], target, "z-lab", None, MeasureOptions())
-
     with pytest.raises(CheckpointError, match="made for another target"):
-        use(tmp_path / "other", "builtin:demo")
+        use(command, tmp_path / "other", "builtin:demo", tmp_path / "out")
     with pytest.raises(ConfigError, match="neither a drafter"):
-        use(tmp_path / "nowhere", "builtin:demo")
+        use(command, tmp_path / "nowhere", "builtin:demo", tmp_path / "out")
     if command != "generate":
         with pytest.raises(DataError, match="nowhere"):
-            use(tmp_path / "other", "/nowhere.jsonl")
+            use(command, tmp_path / "other", "/nowhere.jsonl", tmp_path / "out")
+
+
+BEYOND = r"prompt {} of {} .*has \d+ tokens; .* longer than the target's context of 2048 tokens"
+LONG = "word " * 3000
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["evaluate", "export"])
+def test_prompts_beyond_the_targets_context_are_counted_and_refused_without_weights(
+    command, trained, tmp_path
+):
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi", LONG, "Hi", LONG)))
+    with pytest.raises(DataError, match=BEYOND.format(2, 4) + ".*; 2 of the prompts are too long"):
+        use(command, trained, str(file), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_prompt_to_answer_beyond_the_targets_context_is_refused_without_weights(trained):
+    with pytest.raises(DataError, match=r"prompt 1 of 1 has .*target's context of 2048 tokens"):
+        generate_text(trained, LONG, TargetConfig(path="builtin:tiny"), GenerateOptions(), show=False)
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -159,7 +183,7 @@ def test_an_export_over_another_drafter_is_refused_without_weights(trained, tmp_
     export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "out")
     target = TargetConfig(path="builtin:tiny")
     with pytest.raises(ConfigError, match=r"out holds a drafter of another shape .*--overwrite"):
-        export_run(trained, tmp_path / "out", [], target, "z-lab", None, MeasureOptions())
+        export_run(trained, tmp_path / "out", [], target, "z-lab", None, MeasureOptions(), QUIET)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

@@ -333,7 +333,7 @@ def evaluate(
     from draftline.commands import evaluate_drafter  # noqa: PLC0415 - transformers takes seconds to import
     from draftline.decoding.measure import print_measurement  # noqa: PLC0415
 
-    measured = evaluate_drafter(drafter, prompts, _target(target, dtype), options)
+    measured = evaluate_drafter(drafter, prompts, _target(target, dtype), options, Screen())
     if json_output:
         _print(measured.to_json(), json_output=True)
     else:
@@ -380,7 +380,7 @@ def export(
     from draftline.commands import export_run  # noqa: PLC0415 - transformers takes seconds to import
 
     model = _target(target, dtype) if target is not None else None
-    outcome = export_run(run, out, prompts, model, format, name, options, overwrite=overwrite)
+    outcome = export_run(run, out, prompts, model, format, name, options, Screen(), overwrite=overwrite)
     lines = outcome.pop("serve") if not json_output else {}
     _print(outcome, json_output=json_output)
     for engine, line in lines.items():

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from draftline.config import TargetConfig
+from draftline.console import Screen
 from draftline.decoding.decode import decode_events
 from draftline.decoding.evaluate import (
     WARM_TOKENS,
@@ -38,7 +39,6 @@ from draftline.target.inspect import stop_token_ids
 from draftline.target.load import (
     Target,
     load_target,
-    load_tokenizer,
     resolve_path,
     sketch_target,
     text_config,
@@ -57,7 +57,7 @@ def load_pair(drafter: Path, target: TargetConfig) -> tuple[Target, Drafter]:
     Raises:
         ConfigError, CheckpointError: a folder is not what it should be, or the two do not fit.
     """
-    return _load_with(_read_fitting(drafter, sketch_target(target)), target)
+    return _load_with(_read_fitting(drafter, sketch_target(target)), target, Screen(quiet=True))
 
 
 def _read_fitting(drafter: Path, sketch: Target) -> Drafter:
@@ -67,7 +67,8 @@ def _read_fitting(drafter: Path, sketch: Target) -> Drafter:
     return module
 
 
-def _load_with(module: Drafter, target: TargetConfig) -> tuple[Target, Drafter]:
+def _load_with(module: Drafter, target: TargetConfig, screen: Screen) -> tuple[Target, Drafter]:
+    screen.say(f"loading {target.path}")
     loaded = load_target(target, available_devices()[0])
     return loaded, module.to(device=loaded.device, dtype=loaded.embedding.dtype).eval()
 
@@ -80,36 +81,46 @@ def answer_limit(target: Target, max_new_tokens: int) -> Limit:
 
 
 def evaluate_drafter(
-    drafter: Path, prompts: Sequence[str], target: TargetConfig, options: MeasureOptions
+    drafter: Path, prompts: Sequence[str], target: TargetConfig, options: MeasureOptions, screen: Screen
 ) -> Measurement:
     """Acceptance by replay on every set, then real decoding with and without the drafter.
 
     Raises:
         ConfigError: no prompts are named, or target and drafter cannot be used together.
+        DataError: the prompts cannot be read, or one is too long for the target.
     """
     if not prompts:
         raise ConfigError(
             "evaluate needs prompts: name a file of chat records (.jsonl), builtin:demo, or a set: "
             f"{', '.join(SETS)}"
         )
-    asked = _asked(target, prompts, options)
-    loaded, module = load_pair(drafter, target)
-    return _measure(loaded, module, _answers(loaded, asked, options), options)
+    sketch = sketch_target(target)
+    asked = _asked(sketch, prompts, options)
+    loaded, module = _load_with(_read_fitting(drafter, sketch), target, screen)
+    return _measure(loaded, module, _answers(loaded, asked, options, screen), options, screen)
 
 
-def _asked(target: TargetConfig, prompts: Sequence[str], options: MeasureOptions) -> list[Prompt]:
-    return load_prompts(prompts, load_tokenizer(target), options.num_prompts, options.thinking)
+def _asked(sketch: Target, prompts: Sequence[str], options: MeasureOptions) -> list[Prompt]:
+    """The prompts of some sources, all of which the target can read with their answers."""
+    asked = load_prompts(prompts, sketch.tokenizer, options.num_prompts, options.thinking)
+    refuse_beyond_context(sketch, asked, Limit(options.max_new_tokens))
+    return asked
 
 
-def _answers(target: Target, asked: Sequence[Prompt], options: MeasureOptions) -> list[Reference]:
-    return reference_answers(target, asked, answer_limit(target, options.max_new_tokens))
+def _answers(
+    target: Target, asked: Sequence[Prompt], options: MeasureOptions, screen: Screen
+) -> list[Reference]:
+    # later turns of a prompt depend on the answers to earlier ones, so their number is not known
+    total = None if any(prompt.next_turn for prompt in asked) else len(asked)
+    with screen.counting("answers of the target", total) as progress:
+        return reference_answers(target, asked, answer_limit(target, options.max_new_tokens), progress)
 
 
 def _measure(
-    target: Target, drafter: Drafter, answers: Sequence[Reference], options: MeasureOptions
+    target: Target, drafter: Drafter, answers: Sequence[Reference], options: MeasureOptions, screen: Screen
 ) -> Measurement:
     limit = answer_limit(target, options.max_new_tokens)
-    return measure(target, drafter, answers, limit, options.compare, options.caches)
+    return measure(target, drafter, answers, limit, options.compare, options.caches, screen)
 
 
 def export_run(
@@ -120,6 +131,7 @@ def export_run(
     form: Format,
     name: str | None,
     options: MeasureOptions,
+    screen: Screen,
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -133,10 +145,13 @@ def export_run(
     Raises:
         ConfigError: prompts or the speculators format without a target, or another drafter in `out`.
         CheckpointError: the drafter does not fit the target, or the folder is not what went in.
+        DataError: the prompts cannot be read, or one is too long for the target.
     """
     source, name = find_drafter(run), name or str(out)
     if target is not None:
-        return _export_on_target(source, out, prompts, target, form, name, options, overwrite=overwrite)
+        return _export_on_target(
+            source, out, prompts, target, form, name, options, screen, overwrite=overwrite
+        )
     if prompts or form == "speculators":
         what = "measuring acceptance" if prompts else "the speculators format, which names the target,"
         raise ConfigError(f"{what} needs --target")
@@ -154,20 +169,26 @@ def _export_on_target(
     form: Format,
     name: str,
     options: MeasureOptions,
+    screen: Screen,
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
-    asked = _asked(target, prompts, options) if prompts else []
-    module = _read_fitting(source, sketch_target(target))
+    sketch = sketch_target(target)
+    asked = _asked(sketch, prompts, options) if prompts else _greeting(sketch)
+    module = _read_fitting(source, sketch)
     refuse_occupied(module.spec, module.state_dict(), out, overwrite=overwrite)
-    loaded, module = _load_with(module, target)
-    answers = _answers(loaded, asked, options) if prompts else _short_answer(loaded)
-    measured = _measure(loaded, module, answers, options) if prompts else None
+    loaded, module = _load_with(module, target, screen)
+    if prompts:
+        answers = _answers(loaded, asked, options, screen)
+        measured = _measure(loaded, module, answers, options, screen)
+    else:
+        answers, measured = reference_answers(loaded, asked, Limit(PROOF_TOKENS)), None
     called, proofs = resolve_path(target), list[Proof]()
 
     def prove(folder: Path) -> None:
         evaluation = measured.evaluation if measured else None
-        proofs.append(prove_on_target(loaded, module, folder, answers, evaluation))
+        with screen.counting("replayed with the exported folder", len(answers)) as progress:
+            proofs.append(prove_on_target(loaded, module, folder, answers, evaluation, progress))
 
     spec, weights = module.spec, module.state_dict()
     card = model_card(spec, called, name, form, **(measured.for_card() if measured else {}))
@@ -182,9 +203,11 @@ def _export_on_target(
     }
 
 
-def _short_answer(target: Target) -> list[Reference]:
-    """A text of the target for a proof without prompts."""
-    return reference_answers(target, [chat_prompt(target.tokenizer, "Hello!")], Limit(PROOF_TOKENS))
+def _greeting(sketch: Target) -> list[Prompt]:
+    """What the target answers for a proof without prompts."""
+    asked = [chat_prompt(sketch.tokenizer, "Hello!")]
+    refuse_beyond_context(sketch, asked, Limit(PROOF_TOKENS))
+    return asked
 
 
 def _exported(source: Path, folder: Path, drafter: Drafter, lines: Mapping[str, str]) -> dict[str, Any]:
@@ -206,12 +229,18 @@ def _choice(options: GenerateOptions, device: torch.device) -> Choice:
 def generate_text(
     drafter: Path, prompt: str, target: TargetConfig, options: GenerateOptions, *, show: bool
 ) -> dict[str, Any]:
-    """Answer one prompt; with `show` the text streams to standard output in colour."""
-    asked = chat_prompt(load_tokenizer(target), prompt, think=options.thinking)
-    loaded, module = load_pair(drafter, target)
+    """Answer one prompt; with `show` the text streams to standard output in colour.
+
+    Raises:
+        DataError: the prompt is too long for the target.
+        ConfigError, CheckpointError: see `load_pair`.
+    """
+    sketch = sketch_target(target)
+    asked = chat_prompt(sketch.tokenizer, prompt, think=options.thinking)
+    refuse_beyond_context(sketch, [asked], Limit(options.max_new_tokens))
+    loaded, module = _load_with(_read_fitting(drafter, sketch), target, Screen(quiet=True))
     choice = _choice(options, loaded.device)
     limit = answer_limit(loaded, options.max_new_tokens)
-    refuse_beyond_context(loaded, [asked], limit)
     # first calls load kernels, which takes time and may say something in the middle of the text
     greedy(loaded, asked.input_ids[:WARM_TOKENS], Limit(2))
     events = decode_events(loaded, module, asked.input_ids, limit, choice)

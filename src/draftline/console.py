@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -30,6 +32,12 @@ class Screen:
     def progress(self, what: str, total: int | None, done: int = 0) -> Bar:
         """A progress bar, as a context manager; `total` None where the end is not known."""
         return Bar(self.console, what, total, done)
+
+    @contextmanager
+    def counting(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        """A progress bar for work that only tells how many of its parts are done."""
+        with self.progress(what, total) as bar:
+            yield lambda done: bar.update(done, "")
 
 
 class Bar:

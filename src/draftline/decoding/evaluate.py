@@ -65,26 +65,42 @@ class Evaluation:
 def refuse_beyond_context(target: Target, prompts: Sequence[Prompt], limit: Limit) -> None:
     """Every prompt, with the longest answer to it, must fit the positions that the target was made for.
 
+    Args:
+        target: loaded, or a sketch.
+
     Raises:
-        DataError: one does not; both numbers are named.
+        DataError: some do not; the first is named with all numbers, the others are counted.
     """
     context = context_limit(text_config(target.model.config))
-    for number, prompt in enumerate(prompts, start=1):
-        length = len(prompt.input_ids)
-        if context is not None and length + limit.max_new_tokens > context:
-            fix = "shorten it" if length >= context else "shorten it or lower max_new_tokens"
-            of = f" ({prompt.slices[0]})" if prompt.slices else ""
-            raise DataError(
-                f"prompt {number} of {len(prompts)}{of} has {length} tokens; with an answer of "
-                f"{limit.max_new_tokens} (max_new_tokens) it is longer than the target's context of {context} "
-                f"tokens (max_position_embeddings); {fix}"
-            )
+    if context is None:
+        return
+    beyond = [n for n, prompt in enumerate(prompts) if len(prompt.input_ids) + limit.max_new_tokens > context]
+    if not beyond:
+        return
+    prompt = prompts[beyond[0]]
+    length = len(prompt.input_ids)
+    fix = "shorten it" if length >= context else "shorten it or lower max_new_tokens"
+    of = f" ({prompt.slices[0]})" if prompt.slices else ""
+    more = f"; {len(beyond)} of the prompts are too long" if len(beyond) > 1 else ""
+    raise DataError(
+        f"prompt {beyond[0] + 1} of {len(prompts)}{of} has {length} tokens; with an answer of "
+        f"{limit.max_new_tokens} (max_new_tokens) it is longer than the target's context of {context} "
+        f"tokens (max_position_embeddings); {fix}{more}"
+    )
 
 
-def reference_answers(target: Target, prompts: Sequence[Prompt], limit: Limit) -> list[Reference]:
+def reference_answers(
+    target: Target,
+    prompts: Sequence[Prompt],
+    limit: Limit,
+    progress: Callable[[int], None] = lambda _done: None,
+) -> list[Reference]:
     """The target's greedy answers; made once, they serve every evaluation against this target.
 
     A prompt with a next turn gives one reference for each of its turns.
+
+    Args:
+        progress: told now and then how many answers there are.
 
     Raises:
         DataError: a prompt is empty, or does not fit the target's context.
@@ -92,7 +108,10 @@ def reference_answers(target: Target, prompts: Sequence[Prompt], limit: Limit) -
     references: list[Reference] = []
     while prompts:
         refuse_beyond_context(target, prompts, limit)
-        answers = greedy_batch(target, [prompt.input_ids for prompt in prompts], limit)
+        texts, before = [prompt.input_ids for prompt in prompts], len(references)
+        answers = greedy_batch(
+            target, texts, limit, progress=lambda done, before=before: progress(before + done)
+        )
         answered = [Reference(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
         references += answered
         prompts = [
@@ -107,20 +126,23 @@ def evaluate(
     references: Sequence[Reference],
     seed: int = 0,
     check: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda _done: None,
 ) -> Evaluation:
     """Replay every answer.
 
     Args:
         seed: of the confidence intervals.
         check: called before each answer; what it raises ends the evaluation.
+        progress: told after each answer how many are replayed.
 
     Raises:
         DataError: no answer is long enough to have a verify step.
     """
     drafted: list[Drafted] = []
-    for reference in references:
+    for done, reference in enumerate(references, start=1):
         check()
         drafted.append(draft_everywhere(target, drafter, reference))
+        progress(done)
     walks = [walk(answer.runs) for answer in drafted]
     slots = drafter.spec.block_size - 1
     slices: dict[str, list[Walk]] = {}
@@ -215,6 +237,7 @@ def compare(
     prompts: Sequence[Prompt],
     limit: Limit,
     fixed: FixedDecoding | None = None,
+    progress: Callable[[int], None] = lambda _done: None,
 ) -> Comparison:
     """Decode every prompt twice and compare text and time, prompt reading included.
 
@@ -222,6 +245,7 @@ def compare(
 
     Args:
         fixed: preallocated caches that both sides use; growing ones when none are given.
+        progress: told after each prompt how many are decoded; its time does not count.
 
     Raises:
         DataError: there is no prompt, or one is empty.
@@ -238,6 +262,7 @@ def compare(
         plain_s += time.perf_counter() - start
         results.append(decode(target, drafter, prompt.input_ids, limit, fixed=fixed))
         identical += list(results[-1].tokens) == answer
+        progress(len(results))
     return _comparison(results, identical, plain_s)
 
 

@@ -180,22 +180,31 @@ def greedy(
 
 
 def greedy_batch(
-    target: Target, prompts: Sequence[Sequence[int]], limit: Limit, batch_size: int = 32
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    limit: Limit,
+    batch_size: int = 32,
+    progress: Callable[[int], None] = lambda _done: None,
 ) -> list[list[int]]:
     """`greedy` for many prompts at a time; answers in the order of the prompts.
 
     Batched arithmetic rounds differently, so two tokens of nearly equal logits may swap against `greedy`:
     rare in fp32, common in bf16.
 
+    Args:
+        progress: told after each batch how many prompts are answered.
+
     Raises:
         DataError: a prompt is empty.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    lengths = [len(prompt) for prompt in prompts]
+    lengths, done = [len(prompt) for prompt in prompts], 0
     for members in _batches(lengths, batch_size, equal_lengths=is_recurrent(target)):
         lines = _greedy_lines(target, [prompts[index] for index in members], limit)
         for index, line in zip(members, lines, strict=True):
             answers[index] = limit.cut(line)
+        done += len(members)
+        progress(done)
     return answers
 
 

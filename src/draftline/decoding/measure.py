@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draftline.console import Screen
 from draftline.decoding.acceptance import Acceptance
 from draftline.decoding.advice import Prediction, Timings, block_sizes, predict_speedups, time_steps, warnings
 from draftline.decoding.evaluate import Comparison, Evaluation, Prompt, Reference, compare, evaluate
@@ -77,23 +78,28 @@ def measure(
     limit: Limit,
     num_compared: int,
     caches: Caches = "growing",
+    screen: Screen | None = None,
 ) -> Measurement:
     """Replay all answers, then decode some of their prompts for real, with and without the drafter.
 
     Args:
         num_compared: prompts that are decoded, evenly spread over all; 0 leaves speed out.
         caches: of both sides of the comparison; fixed ones are graphs on CUDA.
+        screen: where progress is shown; none for nowhere.
 
     Raises:
         DataError: no answer is long enough to have a verify step.
     """
-    evaluation = evaluate(target, drafter, references)
+    screen = screen or Screen(quiet=True)
+    with screen.counting("replayed answers", len(references)) as progress:
+        evaluation = evaluate(target, drafter, references, progress=progress)
     decoding = timings = None
     if num_compared:
         chosen = [reference.prompt for reference in references]
         chosen = chosen[:: -(-len(chosen) // num_compared)]
         fixed = _fixed(target, drafter, chosen, limit) if caches == "fixed" else None
-        decoding = compare(target, drafter, chosen, limit, fixed)
+        with screen.counting("decoded with and without the drafter", len(chosen)) as progress:
+            decoding = compare(target, drafter, chosen, limit, fixed, progress)
         sequence = fixed and fixed.verifier
         if fixed is not None:
             fixed.reset()

@@ -6,7 +6,7 @@ with the weights that went in equal those that a decoder gets from the folder, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ def prove_on_target(
     folder: Path,
     references: Sequence[Reference],
     measured: Evaluation | None,
+    progress: Callable[[int], None] = lambda _done: None,
 ) -> Proof:
     """Load a folder and compare it with the drafter that it was written from.
 
@@ -52,6 +53,7 @@ def prove_on_target(
         original: the drafter that was written, bf16 weights in any dtype.
         references: answers of the target; the longest one is the text whose blocks are compared.
         measured: evaluation of `original` on `references`; None leaves acceptance out.
+        progress: told after each answer how many the folder has been replayed on.
 
     Raises:
         CheckpointError: logits or acceptance differ.
@@ -68,7 +70,7 @@ def prove_on_target(
     if measured is None:
         return Proof(blocks, logits, None)
     served = reloaded.to(device=target.device, dtype=target.embedding.dtype)
-    again = evaluate(target, served, references)
+    again = evaluate(target, served, references, progress=progress)
     if again.overall != measured.overall:
         raise CheckpointError(
             f"{folder} is accepted otherwise than the weights it was made from: tau {again.overall.tau:.4f} against "
