@@ -19,6 +19,8 @@ TILE = 128
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 """Compute type of a target."""
+OnCorrupt = Literal["stop", "skip"]
+"""What a missing or corrupt shard of a token store means."""
 
 
 class Frozen(BaseModel):
@@ -60,6 +62,10 @@ class DataConfig(Frozen):
     docs/serving.md); none means no evaluation."""
     max_length: int = Field(default=4096, ge=2)
     """Tokens: a longer conversation is clipped, and counted. The default gives way to the target's context."""
+    on_corrupt: OnCorrupt = "stop"
+    """What a missing or corrupt shard of a prepared store means. stop: the run does not start (exit code 4). skip: it
+    leaves out that shard's documents, says so, and counts them in `result.json`. The shards left out are part of the
+    run: it resumes only while they are the same."""
 
     @field_validator("eval_path", mode="before")
     @classmethod

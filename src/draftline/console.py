@@ -88,6 +88,7 @@ def show_trained(trained: Trained, console: Console) -> None:
         "tau before": trained.before and _tau(trained.before),
         "tau after": trained.after and _tau(trained.after),
         "checkpoints skipped": trained.skipped_checkpoints or None,
+        "documents skipped": trained.skipped_documents or None,
     }
     for name, value in lines.items():
         if value is not None:

@@ -49,7 +49,12 @@ def _failed(error: BaseException, command: Sequence[str], session: Session | Non
     if session is None:
         return failed(error, command)
     return failed(
-        error, command, session.steps_done, session.newest_checkpoint, session.num_skipped_checkpoints
+        error,
+        command,
+        session.steps_done,
+        session.newest_checkpoint,
+        session.num_skipped_checkpoints,
+        session.num_skipped_documents,
     )
 
 
@@ -60,4 +65,5 @@ def _finished(trained: Trained, command: Sequence[str]) -> RunResult:
         step=trained.steps,
         command=tuple(command),
         skipped_checkpoints=trained.skipped_checkpoints,
+        skipped_documents=trained.skipped_documents,
     )

@@ -63,6 +63,8 @@ class Trained:
     """Steps of the drafter that was exported: the last one, or that of the best evaluation."""
     skipped_checkpoints: int
     """Checkpoints that found no room on the disk (`checkpoint.on_disk_full: continue`)."""
+    skipped_documents: int
+    """Documents of corrupt shards (`data.on_corrupt: skip`)."""
 
 
 class Session:
@@ -85,6 +87,11 @@ class Session:
     def steps_done(self) -> int:
         """Optimizer steps whose outcome is known."""
         return self._progress.step
+
+    @property
+    def num_skipped_documents(self) -> int:
+        """Documents of corrupt shards that the run does without."""
+        return sum(damage.documents for damage in self._prepared.accepted.store.damages)
 
     @property
     def newest_checkpoint(self) -> Path | None:
@@ -285,6 +292,7 @@ class Session:
             before=before,
             after=after,
             skipped_checkpoints=self.num_skipped_checkpoints,
+            skipped_documents=self.num_skipped_documents,
         )
 
     def _better_checkpoint(self, after: Evaluation) -> Loaded | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from draftline.checkpoint import Checkpointer, Identity, Loaded
 from draftline.config import DataConfig, DrafterSpec, RunConfig
 from draftline.console import Screen
 from draftline.data.fingerprint import hash_tokenizer
+from draftline.data.integrity import find_damage
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.report import print_report
 from draftline.data.rows import RowShape, RowSource
@@ -188,7 +190,9 @@ def open_or_prepare(
     """
     path = Path(builtin_conversations(config.path))
     if path.is_dir() and read_manifest(path) is not None:
-        store = open_store(path, hash_tokenizer(tokenizer))
+        store = open_store(path, hash_tokenizer(tokenizer), on_corrupt=config.on_corrupt)
+        for damage in store.damages:
+            screen.say(f"SHARD LEFT OUT (data.on_corrupt=skip): {damage.describe()}")
         refuse_other_template(store.manifest, path, tokenizer)
         longest = int(store.lengths.max(initial=0))
         if context is not None and longest > context:
@@ -199,9 +203,19 @@ def open_or_prepare(
         return store
     given = config.model_dump(include={"max_length"}, exclude_unset=True)
     options = PrepareOptions(stop_token_ids=stops, **given)
+    _remove_damaged(out, screen)
     # The run's own store follows its settings; checkpoints made from others are refused by their identity.
     print_report(prepare(path, tokenizer, out, options, overwrite=True, context=context), screen.console)
-    return open_store(out, hash_tokenizer(tokenizer))
+    return open_store(out, hash_tokenizer(tokenizer), verify=False)  # just checked, or just written
+
+
+def _remove_damaged(own: Path, screen: Screen) -> None:
+    """A run's own store is made again where a shard is not what was written: its source is at hand."""
+    manifest = read_manifest(own)
+    damages = find_damage(own, manifest["shards"], verify=True) if manifest else []
+    if damages:
+        screen.say(f"the run's own store is made again: {'; '.join(damage.describe() for damage in damages)}")
+        shutil.rmtree(own)
 
 
 def checkpoint_bytes(spec: DrafterSpec) -> int:
@@ -235,6 +249,13 @@ def _num_steps(config: RunConfig, source: RowSource) -> int:
     return math.ceil(source.rows_in(config.optim.epochs) / config.optim.rows_per_step)
 
 
+def _data_identity(store: TokenStore) -> dict[str, object]:
+    identity: dict[str, object] = {"key": store.manifest["key"], "documents": len(store)}
+    if store.damages:
+        identity["left_out"] = [damage.path.name for damage in store.damages]
+    return identity
+
+
 def _identity(
     config: RunConfig, spec: DrafterSpec, schedule: Schedule, store: TokenStore, start: WarmStart | None
 ) -> Identity:
@@ -247,5 +268,5 @@ def _identity(
             "num_steps": schedule.num_steps,
             "initial_weights": start and start.sha256,  # by content: the folder may move
         },
-        data={"key": store.manifest["key"], "documents": len(store)},
+        data=_data_identity(store),
     )

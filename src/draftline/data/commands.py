@@ -155,7 +155,11 @@ def inspect_store(
     Raises:
         DataError: no such document or row, or the store belongs to another tokenizer.
     """
-    store = open_store(path, hash_tokenizer(tokenizer))
+    # numbered as a run on the same damaged store numbers them
+    store = open_store(path, hash_tokenizer(tokenizer), on_corrupt="skip")
+    left_out = [damage.describe() for damage in store.damages]
+    for line in left_out:
+        Screen().say(f"left out: {line}")
     numbers = select_documents(store, document=document, source=source)
     if page is not None:
         write_html(page, store, tokenizer, numbers)
@@ -165,6 +169,7 @@ def inspect_store(
         "documents": describe_documents(store, tokenizer, numbers),
         "store_documents": len(store),
         "tokens": int(store.lengths.sum()),
+        "left_out": left_out,
     }
 
 

@@ -16,7 +16,6 @@ import os
 import shutil
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,10 @@ from typing import IO, Any, Self
 import numpy as np
 import pyarrow as pa
 
+from draftline.config import OnCorrupt
 from draftline.data.document import Document
 from draftline.data.fingerprint import hash_file
+from draftline.data.integrity import Damage, find_damage
 from draftline.data.journal import lock_file
 from draftline.data.output import writing
 from draftline.errors import DataError
@@ -72,10 +73,14 @@ class _Chunk:
 class TokenStore:
     """Documents by number, straight from memory-mapped files. Reading is safe from several threads."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], damages: Sequence[Damage] = ()) -> None:
         self.path = path
         self.manifest = manifest
-        self._chunks = [chunk for shard in manifest["shards"] for chunk in _map_shard(path / shard["file"])]
+        self.damages = tuple(damages)
+        """Shards that are left out; documents are numbered over the others."""
+        left_out = {damage.path.name for damage in damages}
+        files = [shard["file"] for shard in manifest["shards"] if shard["file"] not in left_out]
+        self._chunks = [chunk for file in files for chunk in _map_shard(path / file)]
         counts = [len(chunk.keys) for chunk in self._chunks]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])  # int64 [chunks + 1]
         lengths = [np.diff(chunk.id_offsets) for chunk in self._chunks]
@@ -118,12 +123,17 @@ class TokenStore:
         return self._chunks[number], index - int(self._first[number])
 
 
-def open_store(path: Path, tokenizer_hash: str | None = None, *, verify: bool = True) -> TokenStore:
+def open_store(
+    path: Path, tokenizer_hash: str | None = None, *, verify: bool = True, on_corrupt: OnCorrupt = "stop"
+) -> TokenStore:
     """Open a token store; with `verify` every shard's sha256 is checked first, shards in parallel.
 
+    Args:
+        on_corrupt: skip leaves out shards that are missing or corrupt (`TokenStore.damages`).
+
     Raises:
-        DataError: there is no complete store, a shard is missing or corrupt (it is named), or the store was
-            made for another tokenizer (both hashes are named).
+        DataError: there is no complete store, shards are missing or corrupt (all are named, with their documents) and
+            not to be skipped, none is intact, or the store was made for another tokenizer (both hashes are named).
     """
     manifest = read_manifest(path)
     if manifest is None:
@@ -137,13 +147,17 @@ def open_store(path: Path, tokenizer_hash: str | None = None, *, verify: bool = 
             f"{path} was made for tokenizer {manifest['tokenizer'][:16]} ({manifest['tokenizer_name']}), the "
             f"target has {tokenizer_hash[:16]}; prepare the data again with the target's tokenizer"
         )
-    with ThreadPoolExecutor() as pool:
-        list(
-            pool.map(
-                lambda shard: _check_shard(path / shard["file"], shard, verify=verify), manifest["shards"]
-            )
-        )
-    return TokenStore(path, manifest)
+    damages = find_damage(path, manifest["shards"], verify=verify)
+    if damages and (on_corrupt == "stop" or len(damages) == len(manifest["shards"])):
+        raise DataError(f"{'; '.join(one.describe() for one in damages)}. {_fix(damages, manifest)}")
+    return TokenStore(path, manifest, damages)
+
+
+def _fix(damages: Sequence[Damage], manifest: dict[str, Any]) -> str:
+    fix = "Restore a copy, or delete the store and prepare it again"
+    if len(damages) == len(manifest["shards"]):
+        return f"{fix}; no shard is intact"
+    return f"{fix}; data.on_corrupt=skip starts a run on what is left"
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
@@ -154,16 +168,6 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     except (NotADirectoryError, json.JSONDecodeError) as error:
         raise DataError(f"{path / MANIFEST} cannot be read ({error}); prepare the store again") from None
-
-
-def _check_shard(path: Path, shard: dict[str, Any], *, verify: bool) -> None:
-    if not path.is_file():
-        raise DataError(f"{path} is missing; delete the store and prepare it again")
-    if path.stat().st_size != shard["bytes"] or (verify and hash_file(path) != shard["sha256"]):
-        raise DataError(
-            f"{path} is corrupt: it is not the file that was written (sha256 {shard['sha256'][:16]}, "
-            f"{shard['bytes']} bytes); delete the store and prepare it again"
-        )
 
 
 def _map_shard(path: Path) -> list[_Chunk]:

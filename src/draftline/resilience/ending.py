@@ -60,6 +60,7 @@ def failed(
     step: int | None = None,
     checkpoint: Path | None = None,
     skipped_checkpoints: int = 0,
+    skipped_documents: int = 0,
 ) -> RunResult:
     """What `result.json` says of a run that ended with `error`."""
     blamed = blame_of(error)
@@ -77,6 +78,7 @@ def failed(
         stacks=error.stacks if isinstance(error, StallError) else None,
         replay=str(error.saved) if isinstance(error, NonFiniteError) and error.saved else None,
         skipped_checkpoints=skipped_checkpoints,
+        skipped_documents=skipped_documents,
     )
 
 

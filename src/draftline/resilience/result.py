@@ -41,6 +41,8 @@ class RunResult(Frozen):
     """Folder of the step that was not finite, for `draftline replay`."""
     skipped_checkpoints: int = 0
     """Checkpoints that found no room on the disk while `checkpoint.on_disk_full` is `continue`."""
+    skipped_documents: int = 0
+    """Documents of corrupt shards that were left out because `data.on_corrupt` is `skip`."""
 
 
 def write_result(folder: Path, result: RunResult) -> None:
