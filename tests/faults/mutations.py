@@ -34,6 +34,7 @@ MONITOR = "faults/test_monitor.py"
 WATCHDOG = "faults/test_watchdog.py"
 RESULT = "faults/test_result_file.py"
 POINTS = "faults/test_fault_points.py"
+STORE = "faults/test_corrupt_store.py"
 
 ENGINE = "test_pipeline_engine.py"
 FAILURES = "test_pipeline_failures.py"
@@ -193,6 +194,27 @@ CHECKS = [
         "                    self._waiting.remove(fault)\n",
         "",
         POINTS,
+    ),
+    Mutation(
+        "hash of a shard",
+        "data/integrity.py",
+        '    if found == shard["sha256"]:\n',
+        "    if True:\n",
+        STORE,
+    ),
+    Mutation(
+        "shards left out are part of the run",
+        "setup.py",
+        '        identity["left_out"] = [damage.path.name for damage in store.damages]\n',
+        "        pass\n",
+        STORE,
+    ),
+    Mutation(
+        "a run's own store is checked",
+        "setup.py",
+        "    _remove_damaged(out, screen)\n",
+        "",
+        STORE,
     ),
 ]
 
