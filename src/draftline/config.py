@@ -215,7 +215,8 @@ class DeadlineConfig(Frozen):
     startup_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds for all workers to load, compile and prove themselves."""
     write_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that one checkpoint may take to reach the disk."""
+    """Seconds that one checkpoint may take to reach the disk, and so the longest that a run which has failed goes on to
+    finish the one in flight."""
 
 
 class RunConfig(Frozen):

@@ -20,13 +20,14 @@ from draftline.decoding.greedy import Limit
 from draftline.drafter.model import Drafter
 from draftline.drafter.stats import read_stats
 from draftline.drafter.worker import StepRecord
-from draftline.errors import DiskFullError
+from draftline.errors import DiskFullError, blame_of
 from draftline.metrics import MetricsLog, Progress, eval_metrics, train_metrics
 from draftline.paths import EXPORT
 from draftline.pipeline.engine import BadStep, Engine, Ready
 from draftline.pipeline.job import Job
 from draftline.pipeline.state import ShardState, TrainingState, join_shards
 from draftline.resilience.badstep import saved_for_replay
+from draftline.resilience.ending import explained
 from draftline.resilience.folder import CHECKPOINTS
 from draftline.resilience.signals import StopOnSignal
 from draftline.resilience.watchdog import Starvation
@@ -106,7 +107,7 @@ class Session:
         try:
             before = self._measure_start(job)
             begin = time.monotonic()
-            with self._checkpointer:
+            with self._checkpointer, self._cause_first():
                 self._evaluate_again(job, log)
                 self._train(job, log)
                 self._end_evaluation(log)
@@ -120,6 +121,21 @@ class Session:
             log.close()
             if self._evaluator is not None:
                 self._evaluator.leave(LEAVE_S)
+
+    @contextmanager
+    def _cause_first(self) -> Iterator[None]:
+        """Say what ends the run before it waits for the checkpoint in flight, which may take minutes."""
+        try:
+            yield
+        except BaseException as error:
+            if (in_flight := self._checkpointer.in_flight()) is not None:
+                blamed, (step, seconds) = blame_of(error), in_flight
+                who = blamed.worker if blamed else "the main thread"
+                self._screen.say(
+                    f"{who} failed: {explained(error)}. The run ends when the checkpoint of step {step} is on the "
+                    f"disk, in {seconds:.0f} s at the latest (deadlines.write_timeout_s)"
+                )
+            raise
 
     def _require_room(self, job: Job) -> None:
         if job.schedule.first_step >= job.schedule.num_steps:

@@ -623,6 +623,13 @@ RUN = [
         STOP_RUN,
     ),
     Mutation(
+        "the cause before the last write",
+        "session.py",
+        "            with self._checkpointer, self._cause_first():\n",
+        "            with self._checkpointer:\n",
+        RAISES,
+    ),
+    Mutation(
         "deadline of an evaluation",
         "decoding/evaluator.py",
         "        self._thread.join(seconds)\n        if self._thread.is_alive():\n",

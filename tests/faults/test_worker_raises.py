@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from draftline.console import Screen
 from draftline.resilience.faults import Fault, FaultPlan, InjectedFaultError, armed
 from tests.faults.real_runs import EVERY, ROWS_PER_STEP, STEPS, metrics_of, result_of, settings, train_here
 
@@ -122,3 +123,45 @@ def test_a_failure_while_a_checkpoint_is_written_lets_that_checkpoint_be_finishe
     with ends_soon(INSIDE_A_SAVE[worker], SLOW_SAVE):
         train_here(settings(tmp_path, 1, 2, data__path=store, **EVALUATE))
     assert_result(tmp_path, worker, checkpoint=str(tmp_path / "checkpoints" / f"step-{SAVED:06d}"))
+
+
+class ScreenWithClock(Screen):
+    """Keeps what was said, and when."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.said: list[tuple[float, str]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append((time.monotonic(), text))
+
+
+def test_the_cause_is_on_the_screen_while_a_slow_checkpoint_is_still_being_written(
+    tmp_path: Path, store: Path
+) -> None:
+    fault, screen = INSIDE_A_SAVE["drafter-1"], ScreenWithClock()
+    with ends_soon(fault, SLOW_SAVE):
+        train_here(settings(tmp_path, 1, 2, data__path=store), screen)
+    ended = time.monotonic()
+    when, text = screen.said[-1]
+    assert (
+        "drafter-1 failed: injected at drafter-1.step(5). The run ends when the checkpoint of step 4 is"
+        in text
+    )
+    assert "at the latest (deadlines.write_timeout_s)" in text
+    assert ended - when > 1  # the save takes two seconds
+
+
+def test_a_write_that_hangs_holds_a_failed_run_up_to_its_deadline_and_no_longer(
+    tmp_path: Path, store: Path
+) -> None:
+    hanging = SLOW_SAVE.model_copy(update={"seconds": 20})
+    flags = settings(tmp_path, 1, 2, data__path=store, deadlines__write_timeout_s=2)
+    with armed(INSIDE_A_SAVE["drafter-1"], hanging) as plan:
+        started = time.monotonic()
+        with pytest.raises(InjectedFaultError):
+            train_here(flags)
+        assert time.monotonic() - started < 2 + 2 * WITHIN_S
+    assert len(plan.fired) == 2
+    assert_result(tmp_path, "drafter-1", checkpoint=str(tmp_path / "checkpoints" / f"step-{EVERY:06d}"))
+    assert any("was not written within 2 s" in one for one in result_of(tmp_path)["consequences"])

@@ -174,6 +174,10 @@ class Checkpointer:
         """Whether a snapshot is on its way to the disk. May be asked from any thread."""
         return self._thread is not None and self._thread.is_alive()
 
+    def in_flight(self) -> tuple[int, float] | None:
+        """Step that is being written, and seconds until its deadline; None when nothing is."""
+        return (self._in_flight, max(0.0, self._deadline - time.monotonic())) if self.writing else None
+
     def check(self) -> None:
         """Raise what a write has failed with, or that it is past its deadline. Cheap: call it every step.
 
