@@ -33,6 +33,8 @@ from draftline.pipeline.plan import Plan
 from draftline.pipeline.schedule import Schedule
 
 WARM_STEPS = 4
+ROWS_PER_DRAFTER = 2
+"""In one optimizer step."""
 TRACE_S = 1.0
 
 
@@ -94,11 +96,11 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
     config = shape.target(num_layers=max(spec.target_layer_ids) + 1)
     target = random_target(TargetConfig(path=name), config, dtype, devices[0])
     alone_plan = Plan("colocated", (devices[0],), (devices[0],), backend, dtype, 3, 1)
-    base = calibration_job(target, spec, alone_plan, rows, store, 1024)
+    base = calibration_job(target, spec, alone_plan, rows, store, 1024, ROWS_PER_DRAFTER)
     sides: Calibration = calibrate(base)
     for mode, targets, drafters in placements(devices):
         plan = Plan(mode, tuple(targets), tuple(drafters), backend, dtype, 3, 1)
-        per_step = 2 * len(drafters)
+        per_step = ROWS_PER_DRAFTER * len(drafters)
         job = replace(
             base,
             plan=plan,

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftline.config import TILE
 from draftline.data.tables import block_tables
-from draftline.drafter.attention import flex_attend, sdpa_attend
+from draftline.drafter.attention import flex_attend, kernel_options, sdpa_attend
 from draftline.drafter.mask import mask_mod
 from tests.oracles.tiny import FULL, packed_row, random_drafter, row_hidden, row_masks, tiny_spec
 
@@ -107,3 +108,17 @@ def test_no_gradient_is_nan_when_most_blocks_are_empty(dtype):
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_gets_tiles_that_divide_those_of_the_tables(head_dim: int):
+    options = kernel_options(head_dim, (9, 0))
+    tiles = {name: size for name, size in options.items() if "BLOCK" in name}
+    assert len(tiles) == 6
+    assert all(TILE % size == 0 for size in tiles.values())
+    assert options["bwd_USE_TMA"]
+
+
+def test_other_devices_and_other_head_sizes_keep_inductors_own_tiles():
+    assert kernel_options(128, None) == kernel_options(128, (8, 0)) == kernel_options(128, (10, 0)) == {}
+    assert kernel_options(96, (9, 0)) == {"bwd_USE_TMA": True}

@@ -8,11 +8,22 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from draftline.config import OptimConfig
 from draftline.drafter.model import Drafter
-from draftline.optim import ALIGNMENT, FlatLayout, FlatParameters, ShardedAdamW, learning_rate
+from draftline.optim import (
+    ALIGNMENT,
+    FlatLayout,
+    FlatParameters,
+    ShardedAdamW,
+    compute_weights,
+    join,
+    learning_rate,
+    split,
+)
 from draftline.pipeline.state import ShardState, TrainingState, cut_shard, join_shards
 from tests.oracles.tiny import tiny_spec
 
@@ -43,14 +54,16 @@ class Flat:
 
     def step(self, gradients: list[Tensor], total_weight: float, lr: float) -> Tensor:
         """One optimizer step as the drafters take it, on summed gradients that are not yet normalised."""
-        self.parameters.accumulate(gradients)
+        self.parameters.write(gradients)
         for optimizer in self.optimizers:
             optimizer.lr.fill_(lr)
             if optimizer.gradient.data_ptr() != self.parameters.gradients.data_ptr():
                 optimizer.gradient.copy_(self.parameters.gradients[optimizer.slice])
         square_sum = torch.stack([o.square_sum() for o in self.optimizers]).sum()
-        norms = [o.update(square_sum, torch.tensor(total_weight)) for o in self.optimizers]
-        self.parameters.gradients.zero_()
+        for optimizer in self.optimizers:
+            optimizer.total_square_sum.copy_(square_sum)
+            optimizer.total_weight.fill_(total_weight)
+        norms = [optimizer.update() for optimizer in self.optimizers]
         return norms[0]
 
     def state(self, steps_done: int = 1) -> TrainingState:
@@ -100,7 +113,8 @@ def test_gradients_add_up_in_float32_whatever_the_compute_type():
     flat = Flat.of(1, torch.bfloat16)
     one = [torch.full(p.shape, 1.0, dtype=torch.bfloat16) for p in flat.parameters.parameters]
     tiny = [torch.full(p.shape, 2.0**-12, dtype=torch.bfloat16) for p in flat.parameters.parameters]
-    for gradients in (one, tiny, tiny):
+    flat.parameters.write(one)
+    for gradients in (tiny, tiny):
         flat.parameters.accumulate(gradients)
     used = flat.parameters.layout.views(flat.parameters.gradients)
     assert all((g == 1 + 2.0**-11).all() for g in used.values())
@@ -197,10 +211,61 @@ def test_bfloat16_weights_follow_float32_masters():
     flat = Flat.of(2, torch.bfloat16)
     for step in range(5):
         flat.step(random_gradients(flat.parameters.parameters, step), 3.0, lr=1e-3)
-    masters = torch.cat([o.master for o in flat.optimizers])
+    masters = torch.cat([o.state()["master"] for o in flat.optimizers])
     assert masters.dtype == torch.float32
-    assert torch.equal(flat.parameters.weights, masters.bfloat16())
+    assert torch.equal(flat.parameters.weights, compute_weights(masters, torch.bfloat16))
     assert not torch.equal(flat.parameters.weights.float(), masters)  # or the masters were rounded
+
+
+def test_with_bfloat16_weights_the_masters_move_as_they_do_without():
+    """Nothing of a float32 master is lost by keeping it in two halves: the same updates give the same bits."""
+    halves, whole = Flat.of(1, torch.bfloat16), Flat.of(1, torch.float32)
+    for step in range(20):
+        for flat in (halves, whole):
+            flat.step(random_gradients(flat.parameters.parameters, step), 3.0, lr=1e-3)
+    masters = [flat.optimizers[0].state()["master"] for flat in (halves, whole)]
+    assert torch.equal(*masters)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
+@example([0x3F808000, 0x3F818000, -0x40808000 + 2**16, 0x00008000, 0x7F7FFFFF, 0, -(2**31)])
+def test_a_master_in_two_halves_is_the_master_to_the_last_bit(patterns: list[int]):
+    master = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    master = master[master.isfinite()]
+    weights, rest = split(master)
+    assert torch.equal(join(weights, rest).view(torch.int32), master.view(torch.int32))
+    finite = weights.isfinite()  # the largest float32 rounds to infinity, in bfloat16 by PyTorch too
+    error = (weights[finite].double() - master[finite].double()).abs()
+    nearest = (master[finite].bfloat16().double() - master[finite].double()).abs()
+    assert torch.equal(error[nearest.isfinite()], nearest[nearest.isfinite()])
+
+
+def test_the_first_row_of_a_step_replaces_what_the_last_step_left():
+    flat = Flat.of(1)
+    first, second = (random_gradients(flat.parameters.parameters, seed) for seed in (0, 1))
+    for gradients in (first, second):
+        flat.parameters.write(gradients)
+    views = flat.parameters.layout.views(flat.parameters.gradients).values()
+    assert all(torch.equal(view, gradient) for view, gradient in zip(views, second, strict=True))
+
+
+def test_one_row_a_step_keeps_its_gradients_in_the_type_they_come_in():
+    """Half the memory, and the same update: a single row has nothing to add up."""
+    wide, narrow = (
+        FlatParameters(drafter(), 1, torch.bfloat16, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    states = []
+    for parameters in (wide, narrow):
+        optimizer = ShardedAdamW(parameters, 0, 1, CONFIG)
+        parameters.write([g.bfloat16() for g in random_gradients(parameters.parameters, 0)])
+        optimizer.lr.fill_(1e-3)
+        optimizer.total_square_sum.copy_(optimizer.square_sum())
+        optimizer.total_weight.fill_(2.0)
+        optimizer.update()
+        states.append(optimizer.state())
+    assert narrow.gradients.dtype == torch.bfloat16
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, msg=name)
 
 
 def test_updates_too_small_for_bfloat16_still_add_up():
@@ -252,12 +317,12 @@ def test_loading_a_state_keeps_every_address(dtype: torch.dtype):
     flat = Flat.of(2, dtype)
     flat.step(random_gradients(flat.parameters.parameters, 0), 3.0, lr=1e-2)
     saved = [{n: t.clone() for n, t in o.state().items()} for o in flat.optimizers]
-    masters = [o.master.data_ptr() for o in flat.optimizers]
+    addresses = [o.exp_avg.data_ptr() for o in flat.optimizers]
     weights = flat.parameters.weights.clone()
     flat.step(random_gradients(flat.parameters.parameters, 1), 3.0, lr=1e-2)
     for optimizer, state in zip(flat.optimizers, saved, strict=True):
         optimizer.load_state(state)
-    assert [o.master.data_ptr() for o in flat.optimizers] == masters
+    assert [o.exp_avg.data_ptr() for o in flat.optimizers] == addresses
     assert torch.equal(flat.parameters.weights, weights)
     for optimizer, state in zip(flat.optimizers, saved, strict=True):
         assert all(torch.equal(t, state[n]) for n, t in optimizer.state().items())

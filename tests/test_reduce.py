@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draftline.compiling.graphs import LaunchedStep
 from draftline.config import OptimConfig
 from draftline.errors import StallError
 from draftline.optim import FlatParameters, ShardedAdamW
@@ -52,7 +53,14 @@ def train(size: int, steps: list[list[float]], dtype: torch.dtype = torch.float3
     for index in range(size):
         reducer.join(
             index,
-            Member(parameters[index], optimizers[index], stats[index], torch.zeros(()), torch.zeros(12)),
+            Member(
+                parameters[index],
+                optimizers[index],
+                LaunchedStep(optimizers[index].update),
+                stats[index],
+                torch.zeros(()),
+                torch.zeros(12),
+            ),
         )
     outcomes: list[list[StepOutcome]] = [[] for _ in range(size)]
 
@@ -60,7 +68,8 @@ def train(size: int, steps: list[list[float]], dtype: torch.dtype = torch.float3
         for step, scales in enumerate(steps):
             optimizers[index].lr.fill_(1e-2)
             for row in range(index, len(scales), size):
-                parameters[index].accumulate(row_gradients(parameters[index], step, row, scales[row]))
+                gradients = row_gradients(parameters[index], step, row, scales[row])
+                (parameters[index].write if row == index else parameters[index].accumulate)(gradients)
                 stats[index][:2] += torch.tensor([scales[row], 2.0])
             time.sleep(draw.random() * 2e-3)
             outcomes[index].append(reducer.reduce(index))

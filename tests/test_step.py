@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftline.compiling.graphs import LaunchedStep
 from draftline.config import DrafterSpec
 from draftline.data.document import Document
 from draftline.data.rows import Row, RowShape, row_from_documents
@@ -18,7 +19,7 @@ from draftline.data.transfer import DeviceRow
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.mask import block_mask_dense
 from draftline.drafter.model import Drafter
-from draftline.drafter.step import DrafterStep
+from draftline.drafter.step import AccumulatingStep, DrafterStep
 from draftline.optim import FlatParameters
 from tests.oracles.tiny import random_drafter, tiny_spec
 
@@ -93,10 +94,11 @@ def step_over(spec: DrafterSpec, rows: list[Row], chunk_rows: int = 1024) -> Tot
     step = DrafterStep(
         drafter, parameters, frozen.embedding, frozen.head, device_row, taps, "sdpa", chunk_rows
     )
-    for row in rows:
+    whole = AccumulatingStep(LaunchedStep(step.run), parameters.write, parameters.accumulate)
+    for order, row in enumerate(rows):
         device_row.load(row)
         taps.copy_(frozen.taps(row))
-        step.run()
+        whole.replay(first=order == 0)
     return Totals(step.stats, parameters.layout.views(parameters.gradients))
 
 

@@ -7,8 +7,10 @@ few kernels on long vectors, a shard is a slice, and gradients travel as one cop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,12 @@ from draftline.config import OptimConfig
 
 ALIGNMENT = 128
 """Elements; shard bounds are multiples of it, so that vector loads stay aligned."""
+HALF = 0x8000
+"""Half a unit in the last place of bfloat16, in the bits of a float32."""
+PIECE = 2**26
+"""Elements whose masters exist at one time while they are copied to the host."""
+EPSILON = 1e-8
+"""Of AdamW's denominator."""
 
 
 @dataclass(frozen=True)
@@ -63,32 +71,70 @@ class FlatLayout:
         return slice(index * length, (index + 1) * length)
 
 
-class FlatParameters:
-    """A drafter's compute weights and accumulated gradients as flat tensors.
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 as bfloat16, rounded to the nearest, and the int16 that `join` needs to give it back bit by bit.
 
-    The module's parameters become views of `weights`; `gradients` is float32 whatever the compute type, so
-    that rows add up exactly as they would in one batch.
+    The compute weights are the upper half of their masters, so that a master costs two bytes beside them, not
+    four. A tie is rounded away from zero, because the distance to an even neighbour can be one too large for int16.
+    """
+    bits = master.view(torch.int32)
+    upper = (bits + HALF) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def join(weights: Tensor, rest: Tensor) -> Tensor:
+    """The float32 that `split` took apart."""
+    return ((weights.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+
+
+def compute_weights(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights that a drafter computes with, from their masters."""
+    return split(master)[0] if dtype == torch.bfloat16 else master.to(dtype)
+
+
+class FlatParameters:
+    """A drafter's compute weights and a step's gradients as flat tensors.
+
+    The module's parameters become views of `weights`. Where several rows of a step add up, `gradients` is float32
+    whatever the compute type, so that they add up exactly as they would in one batch; a single row needs no more
+    than its own type.
     """
 
-    def __init__(self, module: nn.Module, num_shards: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        num_shards: int,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype = torch.float32,
+    ) -> None:
         device = next(module.parameters()).device
         self.layout = FlatLayout.of(module, num_shards)
         self.weights = torch.zeros(self.layout.size, device=device, dtype=dtype)
-        self.gradients = torch.zeros(self.layout.size, device=device, dtype=torch.float32)
+        self.gradients = torch.zeros(self.layout.size, device=device, dtype=gradient_dtype)
         self.masters = torch.zeros(self.layout.size, dtype=torch.float32)  # initial values, on the host
         parameters = dict(module.named_parameters())
         for name, view in self.layout.views(self.masters).items():
             view.copy_(parameters[name].detach())
-        self.weights.copy_(self.masters)
+        self.weights.copy_(compute_weights(self.masters, dtype))
         for name, view in self.layout.views(self.weights).items():
             parameters[name].data = view
         self.parameters: list[nn.Parameter] = [parameters[name] for name in self.layout.names]
-        self._gradient_views = list(self.layout.views(self.gradients).values())
+        self.gradient_views = list(self.layout.views(self.gradients).values())
 
-    def accumulate(self, gradients: Iterable[Tensor]) -> None:
-        """Add one row's gradients, given in the order of `parameters`."""
-        for view, gradient in zip(self._gradient_views, gradients, strict=True):
-            view.add_(gradient)
+    def write(self, gradients: Sequence[Tensor]) -> None:
+        """Set a step's gradients to those of its first row, given in the order of `parameters`."""
+        for view, gradient in zip(self.gradient_views, gradients, strict=True):
+            view.copy_(gradient)
+
+    def accumulate(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of a later row."""
+        add_each(self.gradient_views, gradients)
+
+
+def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """sums[i] += terms[i], in the type of the sums."""
+    for total, term in zip(sums, terms, strict=True):
+        total.add_(term)
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -101,91 +147,147 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
+def adamw(
+    weights: Tensor,  # [n]; the masters themselves in float32
+    rest: Tensor | None,  # int16 [n]: what bfloat16 weights leave of their masters
+    exp_avg: Tensor,  # float32 [n]
+    exp_avg_sq: Tensor,  # float32 [n]
+    gradient: Tensor,  # [n]
+    rates: Tensor,  # float32 [7], see `ShardedAdamW.rates`
+    decay: float,
+) -> None:
+    """One AdamW update (arXiv 1711.05101, as torch.optim.AdamW does it) in place, everything in one pass.
+
+    With the rates of a withheld step every tensor keeps its value to the last bit, whatever the gradient holds.
+    """
+    keep, scale, toward, toward_sq, lr, step_size, root_correction = rates.unbind()
+    # a product would carry a NaN on
+    unit = torch.where(keep > 0, 0.0, gradient.float() * scale)
+    average = exp_avg + (unit - exp_avg) * toward
+    average_sq = exp_avg_sq + (unit * unit - exp_avg_sq) * toward_sq
+    exp_avg.copy_(average)
+    exp_avg_sq.copy_(average_sq)
+    master = weights if rest is None else join(weights, rest)
+    moved = master * (1 - lr * decay) - step_size * average / (average_sq.sqrt() / root_correction + EPSILON)
+    if rest is None:
+        weights.copy_(moved)
+        return
+    upper, lower = split(moved)
+    weights.copy_(upper)
+    rest.copy_(lower)
+
+
 class ShardedAdamW:
     """AdamW on one drafter's shard: float32 masters, clipping and the finite check folded into the update.
 
-    Everything stays on the device: a step whose gradient is not finite changes nothing (the fused kernel is
-    told through `found_inf`), nor does any later one, so that the state of the bad step is still there when the
-    host learns of it, without a synchronisation.
+    Everything stays on the device, at fixed addresses, so that an update is one CUDA graph. A step whose gradient
+    is not finite changes nothing, nor does any later one, so that the state of the bad step is still there when
+    the host learns of it, without a synchronisation.
     """
 
-    def __init__(self, parameters: FlatParameters, index: int, num_shards: int, config: OptimConfig) -> None:
+    def __init__(
+        self,
+        parameters: FlatParameters,
+        index: int,
+        num_shards: int,
+        config: OptimConfig,
+        compile_function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
         device = parameters.weights.device
         self.slice = parameters.layout.shard(index, num_shards)
         self.weights = parameters.weights[self.slice]
-        shares_storage = parameters.weights.dtype == torch.float32
-        self.master = self.weights if shares_storage else parameters.masters[self.slice].to(device)
+        self.rest: Tensor | None = None
+        if parameters.weights.dtype == torch.bfloat16:
+            self.rest = split(parameters.masters[self.slice])[1].to(device)
+        self.exp_avg, self.exp_avg_sq = torch.zeros(2, len(self.weights), device=device).unbind()
         # a single drafter steps straight from its own sums
-        self.gradient = parameters.gradients if num_shards == 1 else torch.zeros_like(self.master)
-        self.clip_norm = config.clip_norm
-        self.lr = torch.zeros((), device=device)
-        self.found_inf = torch.zeros((), device=device)
-        self.grad_scale = torch.ones((), device=device)
-        self._optimizer = self._build(parameters.layout.num_decayed, config)
-        self._prime()
+        self.gradient = parameters.gradients if num_shards == 1 else torch.zeros_like(self.exp_avg)
+        self.lr, self.num_steps, self.found_inf, self.total_square_sum, self.total_weight = torch.zeros(
+            5, device=device
+        ).unbind()
+        """Scalars. The totals are the inputs of `update`: over all shards, of the gradient before it is divided by
+        the step's sum of slot weights."""
+        self._config = config
+        self._advance = adamw if compile_function is None else compile_function(adamw)
+        size = len(self.weights)
+        cut = min(max(parameters.layout.num_decayed - self.slice.start, 0), size)
+        self._parts = [(slice(0, cut), config.weight_decay), (slice(cut, size), 0.0)]
 
-    def _build(self, num_decayed: int, config: OptimConfig) -> torch.optim.AdamW:
-        cut = min(max(num_decayed - self.slice.start, 0), self.master.numel())
-        groups = []
-        for part, decay in ((slice(0, cut), config.weight_decay), (slice(cut, None), 0.0)):
-            if self.master[part].numel():
-                parameter = nn.Parameter(self.master[part])
-                parameter.grad = self.gradient[part]
-                groups.append({"params": [parameter], "weight_decay": decay})
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=config.betas, fused=True)
-        # the fused kernel divides gradients by grad_scale and skips the update when found_inf is 1
-        optimizer.grad_scale = self.grad_scale  # pyright: ignore[reportAttributeAccessIssue]
-        optimizer.found_inf = self.found_inf  # pyright: ignore[reportAttributeAccessIssue]
-        return optimizer
-
-    def _prime(self) -> None:
-        """Make the moments exist at fixed addresses before any capture; an update with found_inf changes nothing."""
+    @contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Updates inside change nothing: for warming up and capturing."""
         self.found_inf.fill_(1.0)
-        self._optimizer.step()
+        yield
         self.found_inf.zero_()
 
     def square_sum(self) -> Tensor:
         """Sum of squares of the shard's gradient, float32 scalar."""
-        return self.gradient.square().sum()
+        return torch.linalg.vector_norm(self.gradient, dtype=torch.float32).square()
 
-    def update(self, square_sum: Tensor, total_weight: Tensor) -> Tensor:
-        """Clip by the global norm and step; returns the gradient norm [] (not finite: nothing was changed).
-
-        Args:
-            square_sum: sum of squares over all shards of the *unnormalised* gradient.
-            total_weight: sum of slot weights of the whole optimizer step.
-        """
-        weight = total_weight.clamp_min(torch.finfo(torch.float32).tiny)
-        norm = square_sum.sqrt() / weight
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """Clip by the global norm and step; returns the gradient norm [] (not finite: nothing was changed)."""
+        weight = self.total_weight.clamp_min(torch.finfo(torch.float32).tiny)
+        norm = self.total_square_sum.sqrt() / weight
         self.found_inf.copy_(torch.maximum(self.found_inf, 1.0 - torch.isfinite(norm).float()))
-        self.grad_scale.copy_(weight * (norm / self.clip_norm).clamp_min(1.0))
-        self._optimizer.step()
-        if self.weights.dtype != torch.float32:
-            self.weights.copy_(self.master)
+        self.num_steps.add_(1.0 - self.found_inf)
+        rates = self.rates(weight * (norm / self._config.clip_norm).clamp_min(1.0))
+        for part, decay in self._parts:
+            if part.start < part.stop:
+                self._advance(
+                    self.weights[part],
+                    None if self.rest is None else self.rest[part],
+                    self.exp_avg[part],
+                    self.exp_avg_sq[part],
+                    self.gradient[part],
+                    rates,
+                    decay,
+                )
         return norm
 
+    def rates(self, divisor: Tensor) -> Tensor:
+        """The scalars of `adamw`: keep, gradient scale, 1 - beta1, 1 - beta2, lr, step size, root of the correction.
+
+        A withheld step moves by nothing and towards nothing.
+        """
+        beta1, beta2 = self._config.betas
+        keep = self.found_inf.double()
+        going, steps = 1.0 - keep, self.num_steps.double().clamp_min(1.0)
+        correction, correction_sq = 1.0 - beta1**steps, 1.0 - beta2**steps
+        lr = torch.where(keep > 0, 0.0, self.lr.double())
+        return torch.stack(
+            [
+                keep,
+                1.0 / divisor.double(),
+                (1.0 - beta1) * going,
+                (1.0 - beta2) * going,
+                lr,
+                lr / correction,
+                correction_sq.sqrt(),
+            ]
+        ).float()
+
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments of the shard, each float32 [shard], and the step count []."""
-        moments = [
-            self._optimizer.state[p] for group in self._optimizer.param_groups for p in group["params"]
-        ]
-        return {
-            "master": self.master,
-            "exp_avg": torch.cat([m["exp_avg"] for m in moments]),
-            "exp_avg_sq": torch.cat([m["exp_avg_sq"] for m in moments]),
-            "step": moments[0]["step"],
+        """Copies on the host: masters and moments of the shard, each float32 [shard], and the step count []."""
+        host = {
+            "exp_avg": self.exp_avg.to("cpu", copy=True),
+            "exp_avg_sq": self.exp_avg_sq.to("cpu", copy=True),
+            "step": self.num_steps.to("cpu", copy=True),
         }
+        return {"master": self._master_on_host(), **host}
+
+    def _master_on_host(self) -> Tensor:
+        if self.rest is None:
+            return self.weights.to("cpu", copy=True)
+        # piece by piece: a whole float32 copy would take the memory that splitting saved
+        pieces = zip(self.weights.split(PIECE), self.rest.split(PIECE), strict=True)
+        return torch.cat([join(weights, rest).cpu() for weights, rest in pieces])
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Write a saved state to the existing addresses, so that captured graphs stay valid."""
-        self.master.copy_(state["master"])
-        if self.weights.dtype != torch.float32:
-            self.weights.copy_(self.master)
-        begin = 0
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                own, end = self._optimizer.state[parameter], begin + parameter.numel()
-                own["exp_avg"].copy_(state["exp_avg"][begin:end])
-                own["exp_avg_sq"].copy_(state["exp_avg_sq"][begin:end])
-                own["step"].copy_(state["step"])
-                begin = end
+        self.exp_avg.copy_(state["exp_avg"])
+        self.exp_avg_sq.copy_(state["exp_avg_sq"])
+        self.num_steps.copy_(state["step"])
+        self.weights.copy_(compute_weights(state["master"], self.weights.dtype))
+        if self.rest is not None:
+            self.rest.copy_(split(state["master"])[1])

@@ -89,7 +89,8 @@ class CapturedStep(Generic[T]):
                 # "global" would forbid the other threads to allocate meanwhile.
                 capture_error_mode="thread_local",
             ):
-                self._output = step()
+                self.output = step()
+                """What `replay` returns: the tensors that hold the step's values after each replay."""
 
     def replay(self) -> T:
         """Enqueue the recorded step on its stream and return its output: always the same tensors, which hold
@@ -98,4 +99,4 @@ class CapturedStep(Generic[T]):
         with torch.cuda.stream(self.stream):
             self._graph.replay()
         self.num_replays += 1
-        return self._output
+        return self.output

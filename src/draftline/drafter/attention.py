@@ -8,8 +8,8 @@ Legend: H = query heads, KV = key/value heads, Q = queries, S = context keys, hd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [H, Q, hd], k [KV, S+Q, hd], v [KV, S+Q, hd]) -> [H, Q, hd]."""
+
+
+HOPPER = 9
+"""Major compute capability of H100 and H200."""
+HOPPER_TILES: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {
+    64: (
+        {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 3, "num_warps": 4, "USE_TMA": True},
+        {"BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64, "num_stages": 3, "num_warps": 4},
+    ),
+    128: (
+        {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "num_warps": 4},
+        {"BLOCK_M1": 64, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 64, "num_stages": 3, "num_warps": 8},
+    ),
+}
+"""Head size: (forward, backward). Q and K tiles divide the 128 tokens of a table's tile."""
 
 
 def sdpa_attend(masks: Sequence[Tensor | None]) -> Attend:
@@ -75,10 +90,29 @@ def block_mask_from_tables(
     )
 
 
+def kernel_options(head_dim: int, capability: tuple[int, int] | None) -> dict[str, Any]:
+    """Tiles of the block-sparse kernels where others than Inductor's own were measured to be faster.
+
+    On Hopper its tensor memory accelerator loads the tiles of the backward kernel (docs/speed.md has the figures).
+
+    Args:
+        capability: of the device; None on a CPU.
+    """
+    if capability is None or capability[0] != HOPPER:
+        return {}
+    forward, backward = HOPPER_TILES.get(head_dim, ({}, {}))
+    return {
+        **{f"fwd_{name}": value for name, value in forward.items()},
+        **{f"bwd_{name}": value for name, value in backward.items()},
+        "bwd_USE_TMA": True,
+    }
+
+
 def flex_attend(
     tables: Sequence[BlockTables],
     mask_mods: Sequence[MaskMod],
     flex: Callable[..., Tensor] = flex_attention,
+    options: Mapping[str, Any] | None = None,
 ) -> Attend:
     """Block-sparse attention with one table and one mask_mod per layer.
 
@@ -87,10 +121,14 @@ def flex_attend(
         mask_mods: of each layer, from `mask.mask_mod` over tensors on the drafter's device.
         flex: flex_attention, or the caller's compiled form of it. Eager flex on CUDA is the dense
             implementation; a caller that trains passes the compiled one.
+        options: of the kernels, see `kernel_options`.
     """
+    settings = dict(options or {})
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         block_mask = block_mask_from_tables(tables[layer], mask_mods[layer], q.shape[1], k.shape[1])
-        return flex(q[None], k[None], v[None], block_mask=block_mask, enable_gqa=True)[0]
+        return flex(
+            q[None], k[None], v[None], block_mask=block_mask, enable_gqa=True, kernel_options=settings
+        )[0]
 
     return attend

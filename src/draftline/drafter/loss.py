@@ -31,12 +31,21 @@ def cross_entropy_chunk(
         cross_entropy float32 [R], correct bool [R], gradient [R, D] in hidden's dtype.
     """
     logits = F.linear(hidden, head).float()  # [R, V]
-    log_sum = torch.logsumexp(logits, dim=-1)
-    true_logit = logits.gather(-1, labels[:, None])[:, 0]
-    correct = logits.argmax(dim=-1) == labels
-    is_label = torch.arange(logits.shape[-1], device=logits.device)[None] == labels[:, None]
-    slope = ((logits - log_sum[:, None]).exp() - is_label.float()) * weights[:, None]
-    return log_sum - true_logit, correct, slope.to(hidden.dtype) @ head
+    # In this form Inductor reads the logits twice: for maximum and sum at once, and for what follows from them.
+    maximum = logits.amax(dim=-1, keepdim=True)
+    exponentials = (logits - maximum).exp()
+    total = exponentials.sum(dim=-1, keepdim=True)
+    true_logit = logits.gather(-1, labels[:, None])  # [R, 1]
+    column, label = (
+        torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)[None],
+        labels.int()[:, None],
+    )
+    # of equals the first is the best, as argmax has it; an argmax of its own costs more than the whole slope
+    is_better = (logits > true_logit) | ((logits == true_logit) & (column < label))
+    weight = weights[:, None]
+    slope = exponentials * (weight / total) - (column == label).float() * weight
+    cross_entropy = (maximum + total.log() - true_logit)[:, 0]
+    return cross_entropy, ~is_better.any(dim=-1), slope.to(hidden.dtype) @ head
 
 
 @dataclass(frozen=True)

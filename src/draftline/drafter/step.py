@@ -1,7 +1,7 @@
-"""One drafter's work on one row: forward, loss, backward, accumulation. No decision, no allocation by data.
+"""One drafter's work on one row: forward, loss, backward. No decision, no allocation by data.
 
-The step reads its row and taps at fixed addresses and adds to fixed accumulators, so that on CUDA the whole of
-it is one graph. What is compiled is given by the caller; on a CPU nothing is.
+The step reads its row and taps at fixed addresses, so that on CUDA the whole of it is one graph. What is compiled
+is given by the caller; on a CPU nothing is.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftline.compiling.graphs import Step
 from draftline.config import DrafterSpec
 from draftline.data.transfer import DeviceRow
-from draftline.drafter.attention import Attend, flex_attend
+from draftline.drafter.attention import Attend, flex_attend, kernel_options
 from draftline.drafter.blocks import block_positions, block_token_ids
 from draftline.drafter.loss import cross_entropy_chunk, frozen_head_loss
 from draftline.drafter.mask import MaskMod, mask_mod
@@ -45,6 +46,26 @@ def embed_blocks(row: DeviceRow, spec: DrafterSpec, embedding: Tensor, dtype: to
     return F.embedding(ids.flatten(), embedding).to(dtype) * spec.input_embedding_scale
 
 
+class AccumulatingStep:
+    """A row's forward and backward, then its gradients into the step's sums.
+
+    The first row of a step writes them, so that nothing has to be zeroed; later rows add.
+    """
+
+    def __init__(
+        self,
+        row: Step[tuple[Tensor, ...]],
+        write: Callable[[tuple[Tensor, ...]], object],
+        add: Callable[[tuple[Tensor, ...]], object],
+    ) -> None:
+        self._row, self._write, self._add = row, write, add
+
+    def replay(self, *, first: bool) -> None:
+        """Learn from the loaded row; `first` of an optimizer step."""
+        gradients = self._row.replay()
+        (self._write if first else self._add)(gradients)
+
+
 class DrafterStep:
     """Forward and backward of one row, on one device, in one thread."""
 
@@ -65,6 +86,8 @@ class DrafterStep:
         self.embedding, self.head = embedding, head
         self.chunk_rows = chunk_rows
         self.dtype = parameters.weights.dtype
+        capability = torch.cuda.get_device_capability(taps.device) if taps.is_cuda else None
+        self._kernel_options = kernel_options(self.spec.head_dim, capability)
         self.stats = torch.zeros(stats_size(self.spec.block_size), device=taps.device)
         self._hidden: Callable[..., Tensor] = self.hidden
         self._chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = cross_entropy_chunk
@@ -91,7 +114,9 @@ class DrafterStep:
         kind_of = [kinds.index(window) for window in windows]
         layer_rules = [rules[kind] for kind in kind_of]
         if self.backend == "flex":
-            return flex_attend([row.tables[kind] for kind in kind_of], layer_rules)
+            return flex_attend(
+                [row.tables[kind] for kind in kind_of], layer_rules, options=self._kernel_options
+            )
         tiles = query_tiles(row.anchors, row.anchor_valid, row.positions, self.spec.block_size)
         return tiled_attend(tiles, layer_rules, row.positions.shape[0])
 
@@ -107,8 +132,8 @@ class DrafterStep:
             causal=causal,
         )
 
-    def run(self) -> None:
-        """Add the loaded row's gradients and sums to the accumulators."""
+    def run(self) -> tuple[Tensor, ...]:
+        """Add the loaded row's sums to `stats`; returns its gradients, in the order of `parameters`."""
         hidden = self._hidden()
         loss = frozen_head_loss(
             hidden, self.head, self.row.labels, self.row.weights, self.chunk_rows, self._chunk
@@ -117,6 +142,6 @@ class DrafterStep:
         gradients = torch.autograd.grad(
             hidden, self.parameters.parameters, loss.gradient, materialize_grads=True
         )
-        self.parameters.accumulate(gradients)
         with torch.no_grad():
             self.stats += row_stats(loss, self.row.weights, self.row.anchor_valid)
+        return gradients

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftline.compiling.graphs import Step
 from draftline.config import OptimConfig
+from draftline.drafter.step import AccumulatingStep
 from draftline.drafter.supply import Supply
 from draftline.errors import NonFiniteError, blame
 from draftline.optim import learning_rate
@@ -63,7 +63,7 @@ class DrafterWorker:
         self,
         index: int,
         supply: Supply,
-        step: Step[None],
+        step: AccumulatingStep,
         reducer: Reducer,
         member: Member,
         schedule: Schedule,
@@ -117,7 +117,7 @@ class DrafterWorker:
         for index in rows:
             self._watchdog.beat(name, "step", index)
             row = self._supply.load(index)
-            self._step.replay()
+            self._step.replay(first=index == rows[0])
             self._member.mark(index - first)
             num_tokens += row.starts[-1]
         return _Reading(self._reducer.reduce(self._index), step, lr, num_tokens, rows)

@@ -69,14 +69,20 @@ def random_target(
 
 
 def calibration_job(
-    target: Target, spec: DrafterSpec, plan: Plan, shape: RowShape, store: DocumentStore, chunk_rows: int
+    target: Target,
+    spec: DrafterSpec,
+    plan: Plan,
+    shape: RowShape,
+    store: DocumentStore,
+    chunk_rows: int,
+    rows_per_step: int = 1,
 ) -> Job:
     """A job of one worker of each side on the target's device, in turn."""
     num_rows = NUM_WARM + NUM_TIMED
     return Job(
         spec=spec,
         plan=plan,
-        schedule=Schedule(num_rows, 1, 1, 1),
+        schedule=Schedule(num_rows, rows_per_step, 1, 1),
         shape=shape,
         source=RowSource(store, shape, seed=0),
         target=target,
@@ -121,10 +127,11 @@ def _calibrate(job: Job) -> Calibration:
         with gate.compiling("calibration", deadline_s=job.deadlines.startup_timeout_s):
             drafter = build_drafter(job, replicas, place, "calibration", 0, target.forward.out)
         member = drafter.member
-        drafter_s = _median_s(lambda i: (drafter.row.load(rows[i]), drafter.step.replay()), place)
-        update_s = _median_s(
-            lambda _: member.optimizer.update(member.optimizer.square_sum(), member.stats[1]), place
+        per_step = job.schedule.rows_per_drafter
+        drafter_s = _median_s(
+            lambda i: (drafter.row.load(rows[i]), drafter.step.replay(first=i % per_step == 0)), place
         )
+        update_s = _median_s(lambda _: (member.optimizer.square_sum(), member.update.replay()), place)
     return Calibration(
         target_s,
         drafter_s,

@@ -45,6 +45,7 @@ class Sizes:
     """Of one of the drafter's compute weights."""
     channel_slots: int
     chunk_rows: int
+    rows_per_step: int
 
 
 def device_memory(
@@ -99,15 +100,21 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
     )
     own_weights = weights * sizes.drafter_bytes if sizes.drafter_bytes != FLOAT32 else 0  # else the masters
     shard = -(-weights // num_drafters)
+    sum_bytes = FLOAT32 if sizes.rows_per_step > num_drafters else sizes.drafter_bytes
+    activations = saved * sizes.drafter_bytes
+    loss = (
+        sizes.chunk_rows * spec.vocab_size * LOSS_BYTES + 2 * queries * spec.hidden_size * sizes.drafter_bytes
+    )
     return Memory(
         {
             "drafter weights": own_weights if num_drafters == 1 or own_weights else weights * FLOAT32,
-            "masters and moments": 3 * FLOAT32 * shard,
-            "gradients": FLOAT32 * (weights + (shard if num_drafters > 1 else 0))
-            + weights * sizes.drafter_bytes,
-            "drafter activations": saved * sizes.drafter_bytes,
-            "loss": sizes.chunk_rows * spec.vocab_size * LOSS_BYTES
-            + 2 * queries * spec.hidden_size * sizes.drafter_bytes,
+            # bfloat16 weights are half of their masters
+            "masters and moments": (3 * FLOAT32 - (sizes.drafter_bytes if own_weights else 0)) * shard,
+            "gradients": sum_bytes * weights + (FLOAT32 * shard if num_drafters > 1 else 0),
+            "drafter activations": activations,
+            "loss": loss,
+            # a row's gradients take the place of the activations that backward has used
+            "row gradients": max(0, weights * sizes.drafter_bytes - activations - loss),
             "taps": _taps(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,
         }
     )

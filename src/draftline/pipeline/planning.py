@@ -123,7 +123,13 @@ def run_costs(config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan) 
     return Costs(
         count_target(sketch.model, spec.target_layer_ids),
         DrafterCost(spec, config.rows.token_budget, config.rows.block_budget),
-        Sizes(dtype.itemsize, plan.drafter_dtype.itemsize, plan.channel_slots, config.loss.chunk_rows),
+        Sizes(
+            dtype.itemsize,
+            plan.drafter_dtype.itemsize,
+            plan.channel_slots,
+            config.loss.chunk_rows,
+            config.optim.rows_per_step,
+        ),
     )
 
 
@@ -185,7 +191,9 @@ def _time_both(
     dtype = resolve_dtype(config.target.dtype, device, torch_dtype(target_config.dtype))
     loaded = random_target(config.target, target_config, dtype, device)
     shape = row_shape(config, spec, plan.backend)
-    return calibrate(calibration_job(loaded, spec, plan, shape, store, config.loss.chunk_rows))
+    return calibrate(
+        calibration_job(loaded, spec, plan, shape, store, config.loss.chunk_rows, config.optim.rows_per_step)
+    )
 
 
 def _num_rows(config: RunConfig, source: RowSource) -> int:

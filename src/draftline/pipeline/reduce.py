@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftline.compiling.graphs import Step
 from draftline.events import DeviceEvent
 from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.pipeline.supervise import Abort
@@ -58,6 +59,7 @@ class Member:
 
     parameters: FlatParameters
     optimizer: ShardedAdamW
+    update: Step[Tensor]  # the optimizer's, which returns the gradient norm []
     stats: Tensor  # float32 [stats]; summed over the rows of the step
     square_sum: Tensor  # float32 []
     marks: Tensor  # float32 [rows of a step]; see `mark`
@@ -104,10 +106,9 @@ class Reducer:
         _sum_in_order(marks, [m.marks for m in members])
         own.square_sum.copy_(own.optimizer.square_sum())
         self._meeting.meet(own.device, "the gradient norm")
-        square_sum = torch.empty_like(own.square_sum)
-        _sum_in_order(square_sum, [m.square_sum for m in members])
-        norm = own.optimizer.update(square_sum, stats[1])  # stats[1] is the total slot weight
-        own.parameters.gradients.zero_()
+        _sum_in_order(own.optimizer.total_square_sum, [m.square_sum for m in members])
+        own.optimizer.total_weight.copy_(stats[1])
+        norm = own.update.replay().clone()  # a graph's output holds until its next replay
         own.stats.zero_()
         own.marks.zero_()
         self._meeting.meet(own.device, "the update")

@@ -33,6 +33,11 @@ class Schedule:
         """First row of the run."""
         return self.first_step * self.rows_per_step
 
+    @property
+    def rows_per_drafter(self) -> int:
+        """Rows of one optimizer step that each drafter learns from."""
+        return self.rows_per_step // self.num_drafters
+
     def rows_of_target(self, target: int) -> Iterator[int]:
         """Rows that target worker `target` computes, ascending."""
         end = self.num_steps * self.rows_per_step

@@ -119,10 +119,8 @@ def _look(row: Row, forward: TappedForward, step: DrafterStep) -> RowFinding:
     forward.load(row)
     taps = forward.run()
     step.row.load(row)
-    step.parameters.gradients.zero_()
     step.stats.zero_()
-    step.run()
-    gradients = step.parameters.layout.views(step.parameters.gradients)
+    gradients = dict(zip(step.parameters.layout.names, step.run(), strict=True))
     return RowFinding(
         row=row.index,
         documents=row.documents,

@@ -68,7 +68,7 @@ class Bench:
     def train(self, name: str, *armed: Fault, code: str = MAIN, **changes: Any) -> tuple[int, float, str]:
         """Exit code, seconds and standard error of `draftline train` in the folder `name`."""
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
             faults.VARIABLE: json.dumps([fault.model_dump() for fault in armed]),
         }
         began = time.monotonic()
@@ -178,7 +178,7 @@ def check_a_poisoned_device_ends_the_run_at_once(bench: Bench) -> dict[str, Any]
 def check_too_little_memory_is_found_before_the_first_step(bench: Bench) -> dict[str, Any]:
     """A step that does not fit ends the run with code 7 while its worker starts, naming what to lower."""
     bench.require_cuda()
-    changes = {"rows__token_budget": 8192, "rows__block_budget": 4096, "loss__chunk_rows": 65536}
+    changes = {"rows__token_budget": 16384, "rows__block_budget": 16384, "loss__chunk_rows": 131072}
     code, _, err = bench.train("memory", code=LITTLE_MEMORY, **changes)
     assert code == 7, err[-3000:]
     assert "rows.block_budget" in err
