@@ -50,14 +50,16 @@ def with_same_key_norms(drafter: Path, out: Path) -> Path:
     weights = dict(module.state_dict())
     for layer in range(1, spec.num_layers):
         weights[f"layers.{layer}.self_attn.k_norm.weight"] = weights["layers.0.self_attn.k_norm.weight"]
-    return export_drafter(spec, weights, out)
+    return export_drafter(spec, weights, out, overwrite=True)  # of an earlier check
 
 
 def in_speculators_format(drafter: Path, out: Path, target: TargetConfig) -> Path:
     """A copy of a drafter as the speculators library would store it."""
     spec, module = load_drafter(drafter)
     architectures = tuple(read_target_config(target).architectures or ())
-    return export_speculators(spec, module.state_dict(), out, Verifier(resolve_path(target), architectures))
+    return export_speculators(
+        spec, module.state_dict(), out, Verifier(resolve_path(target), architectures), overwrite=True
+    )
 
 
 def main() -> None:
