@@ -19,6 +19,8 @@ from draftline.data.prepare import prepare
 from draftline.data.store import open_store
 from draftline.errors import ConfigError, DataError
 from draftline.paths import builtin_conversations
+from draftline.pipeline.planning import planned_store
+from draftline.settings import parse_run
 from draftline.target.load import load_tokenizer
 from tests.faults.real_runs import EVERY, STEPS, assert_same_state, result_of, settings, train_here
 
@@ -204,6 +206,14 @@ def test_a_run_that_skips_goes_on_only_while_the_same_shards_are_left_out(
         ConfigError, match=r"data\.left_out was \['shard-00000\.arrow'\] and is now \['shard-00001"
     ):
         train_here(settings(output, **skip))
+
+
+def test_a_plan_counts_what_a_run_that_skips_would_train_on(damaged: Path, tmp_path: Path) -> None:
+    (damaged / name_of(0)).unlink()
+    skip = {"data__path": damaged, "data__on_corrupt": "skip"}
+    assert len(planned_store(parse_run(settings(tmp_path, **skip)), vocab_size=8).lengths) == 120
+    with pytest.raises(DataError, match=r"00000\.arrow is missing"):
+        planned_store(parse_run(settings(tmp_path, data__path=damaged)), vocab_size=8)
 
 
 def test_inspect_numbers_the_documents_of_a_damaged_store_as_a_run_on_it_does(damaged: Path) -> None:

@@ -177,7 +177,7 @@ def planned_store(config: RunConfig, vocab_size: int) -> DocumentStore:
     """The run's own token store if it is prepared, else documents of usual lengths."""
     path = Path(config.data.path)
     if path.is_dir() and read_manifest(path) is not None:
-        return open_store(path, verify=False)  # only lengths are used
+        return open_store(path, verify=False, on_corrupt=config.data.on_corrupt)  # only lengths are used
     longest = min(config.data.max_length, config.rows.token_budget)
     return SyntheticStore(mixed_lengths(NUM_SYNTHETIC, longest), vocab_size)
 
