@@ -106,20 +106,32 @@ class FlatParameters:
         num_shards: int,
         dtype: torch.dtype,
         gradient_dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> None:
-        device = next(module.parameters()).device
-        self.layout = FlatLayout.of(module, num_shards)
-        self.weights = torch.zeros(self.layout.size, device=device, dtype=dtype)
-        self.gradients = torch.zeros(self.layout.size, device=device, dtype=gradient_dtype)
-        self.masters = torch.zeros(self.layout.size, dtype=torch.float32)  # initial values, on the host
+        """`device` is where the flat tensors go; that of the module's parameters, which give the values, if None."""
         parameters = dict(module.named_parameters())
-        for name, view in self.layout.views(self.masters).items():
-            view.copy_(parameters[name].detach())
-        self.weights.copy_(compute_weights(self.masters, dtype))
+        self.layout = FlatLayout.of(module, num_shards)
+        self.device = device or next(module.parameters()).device
+        self.weights = torch.zeros(self.layout.size, device=self.device, dtype=dtype)
+        self.gradients = torch.zeros(self.layout.size, device=self.device, dtype=gradient_dtype)
+        self._initial = {name: parameter.detach() for name, parameter in parameters.items()}
         for name, view in self.layout.views(self.weights).items():
+            view.copy_(compute_weights(self._initial[name].to(self.device), dtype))
             parameters[name].data = view
         self.parameters: list[nn.Parameter] = [parameters[name] for name in self.layout.names]
         self.gradient_views = list(self.layout.views(self.gradients).values())
+
+    def initial_masters(self, part: slice) -> Tensor:
+        """The module's values, float32 [part] of the flat layout."""
+        flat = torch.zeros(part.stop - part.start, device=self.device)
+        for name, shape, offset in zip(
+            self.layout.names, self.layout.shapes, self.layout.offsets, strict=True
+        ):
+            begin, end = max(offset, part.start), min(offset + shape.numel(), part.stop)
+            if begin < end:
+                own = self._initial[name].flatten()[begin - offset : end - offset]
+                flat[begin - part.start : end - part.start].copy_(own)
+        return flat
 
     def write(self, gradients: Sequence[Tensor]) -> None:
         """Set a step's gradients to those of its first row, given in the order of `parameters`."""
@@ -193,12 +205,12 @@ class ShardedAdamW:
         config: OptimConfig,
         compile_function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
-        device = parameters.weights.device
+        device = parameters.device
         self.slice = parameters.layout.shard(index, num_shards)
         self.weights = parameters.weights[self.slice]
         self.rest: Tensor | None = None
         if parameters.weights.dtype == torch.bfloat16:
-            self.rest = split(parameters.masters[self.slice])[1].to(device)
+            self.rest = split(parameters.initial_masters(self.slice))[1]
         self.exp_avg, self.exp_avg_sq = torch.zeros(2, len(self.weights), device=device).unbind()
         # a single drafter steps straight from its own sums
         self.gradient = parameters.gradients if num_shards == 1 else torch.zeros_like(self.exp_avg)

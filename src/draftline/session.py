@@ -17,7 +17,7 @@ from draftline.console import Bar, Screen
 from draftline.decoding.evaluate import Evaluation
 from draftline.decoding.evaluator import Evaluator
 from draftline.decoding.greedy import Limit
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import new_weights
 from draftline.drafter.stats import read_stats
 from draftline.drafter.worker import StepRecord
 from draftline.errors import DiskFullError, blame_of
@@ -179,7 +179,7 @@ class Session:
     def _measure_start(self, job: Job) -> Evaluation | None:
         if self._evaluator is None or job.resumed is not None:
             return None
-        before = self._evaluator.measure(_initial_weights(job))
+        before = self._evaluator.measure(job.initial or new_weights(job.spec, job.seed))
         self._screen.say(f"before training: tau {_tau(before)}")
         return before
 
@@ -330,14 +330,6 @@ class Session:
         )
         card = model_card(spec, target.name, str(out), evaluation=after, conditions=conditions)
         return export_drafter(spec, weights, out, card, overwrite=True)  # of this very run, before it went on
-
-
-def _initial_weights(job: Job) -> dict[str, Tensor]:
-    drafter = Drafter(job.spec)
-    drafter.init_weights(job.seed)
-    if job.initial is not None:
-        drafter.load_state_dict(dict(job.initial), strict=True)
-    return drafter.state_dict()
 
 
 def _tau(evaluation: Evaluation) -> str:

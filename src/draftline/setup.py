@@ -23,7 +23,7 @@ from draftline.data.template import refuse_other_template
 from draftline.decoding.evaluate import Prompt, refuse_beyond_context
 from draftline.decoding.greedy import Limit
 from draftline.decoding.prompts import load_prompts
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import empty_drafter
 from draftline.errors import DataError
 from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
@@ -220,8 +220,7 @@ def _remove_damaged(own: Path, screen: Screen) -> None:
 
 def checkpoint_bytes(spec: DrafterSpec) -> int:
     """Masters and two moments in float32, and the serving weights in bfloat16."""
-    with torch.device("meta"):
-        return sum(14 * parameter.numel() for parameter in Drafter(spec).parameters())
+    return sum(14 * parameter.numel() for parameter in empty_drafter(spec).parameters())
 
 
 def _held_out_prompts(config: RunConfig, sketch: Target, limit: Limit) -> list[Prompt]:

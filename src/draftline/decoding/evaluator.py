@@ -19,7 +19,7 @@ from draftline.decoding.evaluate import (
     refuse_beyond_context,
 )
 from draftline.decoding.greedy import Limit
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import drafter_of
 from draftline.errors import StallError, blame
 from draftline.resilience import faults
 from draftline.resilience.watchdog import thread_stacks
@@ -58,8 +58,7 @@ class Evaluator:
         """Evaluate `weights` by parameter name, rounded as they are served, in the target's dtype on its device."""
         if self._references is None:
             self._references = reference_answers(self._target, self._prompts, self._limit)
-        drafter = Drafter(self._spec)
-        drafter.load_state_dict(dict(weights), strict=True)
+        drafter = drafter_of(self._spec, weights)
         drafter.to(SERVED_DTYPE).to(device=self._target.device, dtype=self._target.embedding.dtype).eval()
         return evaluate(self._target, drafter, self._references, check=self._check)
 

@@ -12,7 +12,7 @@ Q = block tokens. Everything is one row: there is no batch dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -176,6 +176,35 @@ class Drafter(nn.Module):
         for layer in self.decoder_layers():
             x = layer.block(x, layer.context_kv(context, context_rotary), block_rotary, attend)
         return self.norm(x)
+
+
+def new_weights(spec: DrafterSpec, seed: int) -> dict[str, Tensor]:
+    """Weights of an untrained drafter by name, float32 on the host; a function of shape and seed.
+
+    Raises:
+        ConfigError: see `Drafter`.
+    """
+    drafter = empty_drafter(spec).to_empty(device="cpu")
+    drafter.init_weights(seed)
+    return drafter.state_dict()
+
+
+def drafter_of(spec: DrafterSpec, weights: Mapping[str, Tensor]) -> Drafter:
+    """A drafter that computes with exactly these tensors, which are not copied.
+
+    Raises:
+        ConfigError: see `Drafter`.
+        RuntimeError: PyTorch's list of missing and unused names and of shapes that differ.
+    """
+    drafter = empty_drafter(spec)
+    drafter.load_state_dict(dict(weights), strict=True, assign=True)
+    return drafter
+
+
+def empty_drafter(spec: DrafterSpec) -> Drafter:
+    """The structure alone, on the meta device: nothing is drawn and then thrown away."""
+    with torch.device("meta"):
+        return Drafter(spec)
 
 
 def refuse_impossible_shapes(spec: DrafterSpec) -> None:

@@ -15,7 +15,7 @@ from draftline.compiling.graphs import CapturedStep, LaunchedStep, Step
 from draftline.compiling.isolate import compile_isolated
 from draftline.compiling.proof import FLEX_BACKWARD, FLEX_FORWARD, SDPA, Expectation, prove
 from draftline.data.transfer import DeviceRow
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import Drafter, drafter_of
 from draftline.drafter.step import AccumulatingStep, Compile, DrafterStep
 from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.pipeline.devices import Place, Replicas
@@ -93,8 +93,8 @@ def build_drafter(
     compile_function: Compile | None = (
         (lambda function: compile_isolated(function, name)) if captured else None
     )
-    drafter = _initial_drafter(job).to(place.device)
-    parameters, optimizer = _trained(job, drafter, index, compile_function)
+    drafter = drafter_of(job.spec, job.initial or replicas.initial_weights(job.spec, job.seed))
+    parameters, optimizer = _trained(job, drafter, place, index, compile_function)
     embedding, head = replicas.tables(place.device)
     width = job.spec.num_taps * job.spec.hidden_size
     taps = shared_taps
@@ -124,12 +124,12 @@ def build_drafter(
 
 
 def _trained(
-    job: Job, drafter: Drafter, index: int, compile_function: Compile | None
+    job: Job, drafter: Drafter, place: Place, index: int, compile_function: Compile | None
 ) -> tuple[FlatParameters, ShardedAdamW]:
     """The weights of one drafter and the optimizer of its shard, as a resumed run left them or new."""
     num_drafters, dtype = len(job.plan.drafters), job.plan.drafter_dtype
     gradient_dtype = torch.float32 if job.schedule.rows_per_drafter > 1 else dtype
-    parameters = FlatParameters(drafter, num_drafters, dtype, gradient_dtype)
+    parameters = FlatParameters(drafter, num_drafters, dtype, gradient_dtype, place.device)
     optimizer = ShardedAdamW(parameters, index, num_drafters, job.optim, compile_function)
     if job.resumed is not None:
         _resume(job, parameters, optimizer, index, num_drafters)
@@ -154,14 +154,6 @@ def _accumulating(
 
 def _never(_: object) -> None:
     raise AssertionError("a second row in a step of one row a drafter")
-
-
-def _initial_drafter(job: Job) -> Drafter:
-    drafter = Drafter(job.spec)
-    drafter.init_weights(job.seed)
-    if job.initial is not None:
-        drafter.load_state_dict(dict(job.initial), strict=True)
-    return drafter
 
 
 def _resume(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftline.config import DrafterSpec
+from draftline.drafter.model import new_weights
 from draftline.target.load import Target, tables_of
 
 
@@ -43,7 +45,7 @@ class Place:
 
 
 class Replicas:
-    """The target's model, embedding and head on any device of the run."""
+    """What workers of a process share: the target on any device of the run, and the drafter's first weights."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -52,6 +54,15 @@ class Replicas:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {
             target.device: (target.embedding, target.head)
         }
+        self._initial: dict[tuple[str, int], dict[str, Tensor]] = {}
+
+    def initial_weights(self, spec: DrafterSpec, seed: int) -> dict[str, Tensor]:
+        """Weights of a new drafter, drawn once for all drafters."""
+        with self._lock:
+            key = spec.model_dump_json(), seed
+            if key not in self._initial:
+                self._initial[key] = new_weights(spec, seed)
+            return self._initial[key]
 
     def model(self, device: torch.device) -> PreTrainedModel:
         """The whole target on `device`; workers there share its weights."""

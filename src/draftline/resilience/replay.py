@@ -18,7 +18,7 @@ from torch import Tensor
 from draftline.config import DrafterSpec
 from draftline.data.rows import Row
 from draftline.data.transfer import DeviceRow
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import drafter_of
 from draftline.drafter.step import DrafterStep
 from draftline.optim import FlatParameters
 from draftline.pipeline.plan import available_devices
@@ -99,13 +99,11 @@ def replay(folder: Path) -> Replay:
 
 
 def _step(saved: SavedStep, target: Target, taps: Tensor) -> DrafterStep:
-    drafter = Drafter(saved.spec)
-    drafter.load_state_dict(dict(saved.weights), strict=True)
+    drafter = drafter_of(saved.spec, saved.weights)
     dtype = next(iter(saved.weights.values())).dtype
-    drafter.to(target.device)
     return DrafterStep(
         drafter,
-        FlatParameters(drafter, 1, dtype),
+        FlatParameters(drafter, 1, dtype, device=target.device),
         target.embedding,
         target.head.to(dtype),
         DeviceRow(saved.rows[0], target.device),

@@ -19,7 +19,7 @@ from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.config import DrafterSpec
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import Drafter, drafter_of
 from draftline.errors import CheckpointError, ConfigError, DraftlineError
 from draftline.resilience.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
 from draftline.serving.importing import CONFIG, MODEL, load_drafter, match_tensors
@@ -258,8 +258,7 @@ def prove_export(spec: DrafterSpec, tensors: Mapping[str, Tensor], folder: Path)
     differing = _differences(spec, read_spec, "became")
     if differing:
         raise CheckpointError(f"the exported {folder / CONFIG} does not read back: {'; '.join(differing)}")
-    original = Drafter(spec)
-    original.load_state_dict(dict(tensors), strict=True)
+    original = drafter_of(spec, tensors)
     difference = (proof_block(original.float()) - proof_block(reloaded.float())).abs().max().item()
     if not difference <= PROOF_TOLERANCE:
         raise CheckpointError(

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftline.checkpoint.layout import checkpoint_name, steps_in
 from draftline.config import DrafterSpec
 from draftline.data.fingerprint import hash_tokenizer
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import Drafter, drafter_of, empty_drafter
 from draftline.errors import CheckpointError, ConfigError
 from draftline.paths import EXPORT
 from draftline.resilience.folder import CHECKPOINTS
@@ -72,9 +71,7 @@ def load_drafter(folder: Path, num_target_layers: int | None = None) -> tuple[Dr
     tensors = _canonical(_read_tensors(folder))
     spec = spec_from_config(config, str(folder / CONFIG), num_target_layers)
     tensors = match_tensors(spec, tensors, str(folder))
-    with torch.device("meta"):
-        drafter = Drafter(spec)
-    drafter.load_state_dict(tensors, strict=True, assign=True)
+    drafter = drafter_of(spec, tensors)
     return spec, drafter.requires_grad_(requires_grad=False).eval()
 
 
@@ -111,8 +108,7 @@ def match_tensors(spec: DrafterSpec, tensors: Mapping[str, Tensor], source: str)
     Raises:
         CheckpointError: some are missing, unused or of another shape; all are listed.
     """
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in Drafter(spec).state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in empty_drafter(spec).state_dict().items()}
     missing = [name for name in expected if name not in tensors]
     unused = [name for name in tensors if name not in expected]
     shapes = [
