@@ -9,6 +9,7 @@ device that does both. `--trace trace.json` writes one second of the first run a
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,9 +27,11 @@ from draftline.data.synthetic import SyntheticStore, mixed_lengths
 from draftline.drafter.step import distinct_windows
 from draftline.drafter.worker import StepRecord
 from draftline.pipeline.calibrate import Calibration, calibrate, calibration_job, random_target
+from draftline.pipeline.costs import DrafterCost, count_target
 from draftline.pipeline.engine import Engine, Finished, TargetFinished
 from draftline.pipeline.job import Job
-from draftline.pipeline.placement import rows_per_s
+from draftline.pipeline.memory import Sizes, device_memory
+from draftline.pipeline.placement import Mode, rows_per_s
 from draftline.pipeline.plan import Plan
 from draftline.pipeline.schedule import Schedule
 
@@ -38,15 +41,17 @@ ROWS_PER_DRAFTER = 2
 TRACE_S = 1.0
 
 
-def placements(devices: list[torch.device]) -> Iterator[tuple[str, list[torch.device], list[torch.device]]]:
-    """(mode, targets, drafters) of each run."""
-    yield "colocated", devices, devices
-    yield "split", devices[:1], devices[-1:]
-    yield (
-        "split",
-        [devices[i % len(devices)] for i in range(5)],
-        [devices[-1 - i % len(devices)] for i in range(3)],
-    )
+PLACEMENTS = ("colocated", "split", "many")
+
+
+def placement(name: str, devices: list[torch.device]) -> tuple[Mode, list[torch.device], list[torch.device]]:
+    """(mode, targets, drafters) of a run; `many` is 5 target and 3 drafter threads over all devices."""
+    if name == "colocated":
+        return "colocated", devices, devices
+    if name == "split":
+        return "split", devices[:1], devices[-1:]
+    targets = [devices[i % len(devices)] for i in range(5)]
+    return "split", targets, [devices[-1 - i % len(devices)] for i in range(3)]
 
 
 def run(job: Job, trace: Path | None) -> dict[str, Any]:
@@ -84,6 +89,15 @@ def run(job: Job, trace: Path | None) -> dict[str, Any]:
     }
 
 
+def release(devices: list[torch.device]) -> None:
+    """Give back what earlier workers held, and start to watch memory anew."""
+    gc.collect()
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
 def measure(name: str, devices: list[torch.device], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of the table for one shape."""
     shape, on_cuda = SHAPES[name], devices[0].type == "cuda"
@@ -98,7 +112,7 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
     alone_plan = Plan("colocated", (devices[0],), (devices[0],), backend, dtype, 3, 1)
     base = calibration_job(target, spec, alone_plan, rows, store, 1024, ROWS_PER_DRAFTER)
     sides: Calibration = calibrate(base)
-    for mode, targets, drafters in placements(devices):
+    for mode, targets, drafters in (placement(name, devices) for name in options.placements):
         plan = Plan(mode, tuple(targets), tuple(drafters), backend, dtype, 3, 1)
         per_step = ROWS_PER_DRAFTER * len(drafters)
         job = replace(
@@ -111,8 +125,18 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
         apart = not set(targets) & set(drafters)
         bound_mode = "split" if mode == "split" and apart else "colocated"
         bound = rows_per_s(bound_mode, sides.times(per_step), len(set(targets)), len(set(drafters)))
+        counted = device_memory(
+            targets,
+            drafters,
+            count_target(target.model, spec.target_layer_ids),
+            DrafterCost(spec, options.tokens, options.blocks),
+            Sizes(dtype.itemsize, dtype.itemsize, plan.channel_slots, 1024, per_step),
+            split=mode == "split",
+        )
+        release(devices)
         outcome = run(job, options.trace)
         options.trace = None
+        fullest = max(counted, key=lambda device: counted[device].total)
         yield {
             "shape": name,
             "placement": f"{mode} {len(targets)} + {len(drafters)} on {len({*targets, *drafters})}",
@@ -120,6 +144,8 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
             "drafter_ms": 1e3 * sides.times(per_step).drafter_s,
             **outcome,
             "share_of_bound": outcome["rows_per_s"] / bound,
+            "memory_gib": torch.cuda.max_memory_allocated(fullest) / 2**30 if on_cuda else 0.0,
+            "counted_gib": counted[fullest].total / 2**30,
         }
 
 
@@ -130,6 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -24,6 +24,10 @@ from draftline.target.inspect import default_target_layer_ids
 PEAK_SIZE = 8192
 """Side of the square bf16 matrices whose product is the peak that steps are compared with."""
 NUM_WARM = 5
+SUSTAINED_S = 2.0
+"""Shortest time over which a GPU is measured."""
+BATCH = 4
+"""Launches between two looks at the clock."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,11 @@ def settle(device: torch.device) -> None:
 
 
 def median_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median milliseconds of `work` on the current stream, by CUDA events where there are any."""
+    """Median milliseconds of `work` on the current stream, by CUDA events where there are any.
+
+    On a GPU it goes on for at least `SUSTAINED_S`, and only the second half counts: a cool chip runs faster than it
+    can for longer, by a tenth and more.
+    """
     for _ in range(NUM_WARM):
         work()
     settle(device)
@@ -101,17 +109,25 @@ def median_ms(work: Callable[[], object], device: torch.device, repeats: int) ->
             work()
             times.append(1e3 * (time.perf_counter() - begin))
         return statistics.median(times)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
+    marks, begin = [_mark()], time.perf_counter()
+    while len(marks) <= 2 * repeats or time.perf_counter() - begin < SUSTAINED_S:
+        for _ in range(BATCH):
+            work()
+            marks.append(_mark())
+        marks[-BATCH].synchronize()  # launches stay ahead of the device, and not by seconds
     settle(device)
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    steady = marks[len(marks) // 2 :]
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(steady))
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def matmul_peak(device: torch.device) -> float:
-    """FLOP a second of a large bf16 product (float32 and smaller on a CPU), measured now."""
+    """FLOP a second of a large bf16 product (float32 and smaller on a CPU), sustained, measured now."""
     size, dtype = (PEAK_SIZE, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / (1e-3 * median_ms(lambda: left @ right, device, 20))
