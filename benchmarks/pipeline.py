@@ -3,7 +3,8 @@
 Sides are timed alone on the first device; then real runs: colocated on each device, split 1 + 1 (on one device
 twice, or on two), and 5 target + 3 drafter threads over all of them. Rows hold 4096 tokens of a chat-like length
 mix and 512 blocks. The expected rate follows from the sides: the slower one for separate devices, their sum for a
-device that does both. `--trace trace.json` writes one second of the first run as a timeline for Perfetto.
+device that does both. `--trace trace.json` trains the first run once more and writes one second of it as a
+timeline for Perfetto.
 """
 
 from __future__ import annotations
@@ -54,11 +55,23 @@ def placement(name: str, devices: list[torch.device]) -> tuple[Mode, list[torch.
     return "split", targets, [devices[-1 - i % len(devices)] for i in range(3)]
 
 
-def run(job: Job, trace: Path | None) -> dict[str, Any]:
+def write_trace(job: Job, trace: Path) -> None:
+    """Train, and write one second of it; a run of its own, because a profiler slows what it watches."""
+    profiler: profile | None = None
+    for event in Engine(job).events():
+        if isinstance(event, StepRecord) and event.step >= WARM_STEPS and profiler is None:
+            profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+            profiler.start()
+            time.sleep(TRACE_S)  # the main thread has nothing to do; the workers go on
+            profiler.stop()
+    assert profiler is not None
+    profiler.export_chrome_trace(str(trace))
+
+
+def run(job: Job) -> dict[str, Any]:
     """Train; rows a second after warm-up, and each side's share of waiting."""
     begin = end = 0.0
     rows, waits, tokens = 0, {"target": 0.0, "drafter": 0.0}, 0
-    profiler: profile | None = None
     with compilations() as compiled:
         for event in Engine(job).events():
             if isinstance(event, TargetFinished):
@@ -72,12 +85,6 @@ def run(job: Job, trace: Path | None) -> dict[str, Any]:
                 begin, compiled[:] = end, []
                 continue
             rows, tokens = rows + len(event.rows), tokens + event.num_tokens
-            if trace is not None and profiler is None:
-                profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
-                profiler.start()
-                time.sleep(TRACE_S)  # the main thread has nothing to do; the workers go on
-                profiler.stop()
-                profiler.export_chrome_trace(str(trace))
     seconds = end - begin
     return {
         "rows_per_s": rows / seconds,
@@ -134,8 +141,10 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
             split=mode == "split",
         )
         release(devices)
-        outcome = run(job, options.trace)
-        options.trace = None
+        outcome = run(job)
+        if options.trace is not None:
+            write_trace(job, options.trace)
+            options.trace = None
         fullest = max(counted, key=lambda device: counted[device].total)
         yield {
             "shape": name,

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config
 
 from draftline.config import DrafterSpec
@@ -131,6 +133,27 @@ def matmul_peak(device: torch.device) -> float:
     size, dtype = (PEAK_SIZE, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / (1e-3 * median_ms(lambda: left @ right, device, 20))
+
+
+def write_kernels(work: Callable[[], object], device: torch.device, out: Path, repeats: int = 3) -> None:
+    """What a GPU does in `work`, as text: milliseconds and launches of every kernel, the longest first."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    settle(device)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(repeats):
+            work()
+        settle(device)
+    spent, count = Counter[str](), Counter[str]()
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            spent[event.name] += event.device_time
+            count[event.name] += 1
+    lines = [f"{sum(spent.values()) / repeats / 1e3:9.3f} ms in kernels; {' '.join(['python', *sys.argv])}"]
+    lines += [
+        f"{time_us / repeats / 1e3:9.3f} ms {count[name] / repeats:6.1f} x {name[:140]}"
+        for name, time_us in spent.most_common()
+    ]
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import SHAPES, matmul_peak, median_ms, report
+from shapes import SHAPES, matmul_peak, median_ms, report, write_kernels
 
 from draftline.compiling import compilations, gate
 from draftline.config import TargetConfig
@@ -68,6 +68,8 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         with compilations() as compiled:
             milliseconds = median_ms(step, device, options.repeats)
             row_ms = median_ms(row_step, device, options.repeats)
+        if options.profile is not None:
+            write_kernels(step, device, options.profile / f"{name}.txt")
         place.settle()
     used = torch.cuda.max_memory_allocated(device) if on_cuda else 0
     cost = DrafterCost(spec, options.tokens, options.blocks)
@@ -99,6 +101,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--chunk-rows", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")
     parser.add_argument("--json", type=Path)
     return parser
 

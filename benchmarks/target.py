@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import SHAPES, matmul_peak, median_ms, report
+from shapes import SHAPES, matmul_peak, median_ms, report, write_kernels
 
 from draftline.compiling import compilations, gate
 from draftline.config import TargetConfig
@@ -47,6 +47,8 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
             built = build_target(job, Replicas(target), place, "bench")
         with compilations() as compiled:
             milliseconds = median_ms(built.step.replay, device, options.repeats)
+        if options.profile is not None:
+            write_kernels(built.step.replay, device, options.profile / f"{name}.txt")
         place.settle()
     peak = max(peak, matmul_peak(device))
     flops = count_target(target.model, spec.target_layer_ids).flops(options.tokens, document)
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from draftline.config import TILE
+
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = {
     "step": {"step_ms", "share_of_peak", "counted_gib", "recompiles"},
@@ -35,6 +37,46 @@ def test_a_benchmark_measures_a_tiny_shape_on_the_cpu_and_says_how_it_was_run(na
         assert FIGURES[name] <= row.keys()
         assert row["recompiles"] == 0
         assert all(value >= 0 for value in row.values() if isinstance(value, float))
+
+
+def test_products_are_timed_on_a_cpu_too(tmp_path: Path):
+    out = tmp_path / "out.json"
+    script = ROOT / "benchmarks" / "products.py"
+    arguments = [
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--tokens",
+        "128",
+        "--queries",
+        "128",
+        "--repeats",
+        "1",
+    ]
+    subprocess.run(
+        [sys.executable, script, *arguments, "--json", out], check=True, timeout=240, capture_output=True
+    )
+    results = json.loads(out.read_text())["results"]
+    assert len({row["product"] for row in results}) == len(results) > 20
+    assert all(row["ms"] > 0 for row in results[1:])
+
+
+def test_every_form_of_the_tiles_benchmark_divides_a_tile_of_the_tables():
+    code = "import json, tiles; print(json.dumps(tiles.forms()))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        cwd=ROOT / "benchmarks",
+        text=True,
+    )
+    forms = json.loads(run.stdout)
+    assert len(forms) == 7
+    sizes = [size for options in forms.values() for name, size in options.items() if "BLOCK" in name]
+    assert sizes
+    assert all(TILE % size == 0 for size in sizes)
 
 
 def other_trainers(folder: Path) -> dict[str, str]:

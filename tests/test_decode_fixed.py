@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftline.console import Screen
 from draftline.decoding.advice import time_steps
+from draftline.decoding.caches import choose_caches
 from draftline.decoding.decode import decode
 from draftline.decoding.evaluate import Prompt, compare, reference_answers
 from draftline.decoding.fixed import FixedDecoding, FixedTarget
@@ -118,11 +120,21 @@ def test_steps_are_timed_with_them():
     assert fixed.verifier.length == 3
 
 
+def test_auto_is_growing_on_a_cpu_and_where_a_target_keeps_a_state():
+    target = random_target()
+    drafter, prompts, screen = taught_drafter(target), [Prompt((1, 2, 3))], Screen(quiet=True)
+    assert choose_caches("auto", target, drafter, prompts, LIMIT, screen) is None
+    assert choose_caches("fixed", target, drafter, prompts, LIMIT, screen) is not None
+    recurrent = random_target("hybrid")
+    with pytest.raises(ConfigError, match="running state"):
+        choose_caches("fixed", recurrent, taught_drafter(recurrent), prompts, LIMIT, screen)
+
+
 def test_a_measurement_says_which_caches_it_used():
     target = random_target()
     drafter = taught_drafter(target)
     answers = reference_answers(target, [Prompt(tuple(prompt)) for prompt in random_prompts(2)], LIMIT)
-    found = [measure(target, drafter, answers, LIMIT, 2, caches) for caches in ("growing", "fixed")]
-    assert [each.caches for each in found] == ["growing", "fixed"]
-    assert found[0].evaluation == found[1].evaluation
+    found = [measure(target, drafter, answers, LIMIT, 2, caches) for caches in ("auto", "growing", "fixed")]
+    assert [each.caches for each in found] == ["growing", "growing", "fixed"]
+    assert found[0].evaluation == found[2].evaluation
     assert all(each.decoding is not None and each.decoding.identical == 2 for each in found)

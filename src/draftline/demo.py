@@ -21,6 +21,7 @@ from rich.table import Table
 from draftline.commands import answer_limit, load_pair
 from draftline.config import RunConfig
 from draftline.console import Screen
+from draftline.decoding.caches import choose_caches
 from draftline.decoding.decode import decode_events
 from draftline.decoding.evaluate import Comparison, Evaluation, Prompt, compare
 from draftline.decoding.greedy import Limit
@@ -65,7 +66,8 @@ def run_demo(target: Literal["tiny", "smollm2"], output: Path, command: Sequence
     target_model, drafter = load_pair(trained.drafter, config.target)
     prompts = load_prompts(config.data.eval_path, target_model.tokenizer, NUM_COMPARED[target])
     limit = answer_limit(target_model, config.evaluation.max_new_tokens)
-    compared = compare(target_model, drafter, prompts, limit)
+    fixed = choose_caches("auto", target_model, drafter, prompts, limit, Screen())
+    compared = compare(target_model, drafter, prompts, limit, fixed)
     console = Console(highlight=False)
     _show_answers(
         console, target_model, drafter, prompts[:: max(1, len(prompts) // NUM_SHOWN)][:NUM_SHOWN], limit

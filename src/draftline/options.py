@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from draftline.config import Frozen
 
-Caches = Literal["growing", "fixed"]
+Caches = Literal["auto", "growing", "fixed"]
 
 
 class MeasureOptions(Frozen):
@@ -22,9 +22,9 @@ class MeasureOptions(Frozen):
     """The target's thinking switch; both asks every prompt twice."""
     compare: int = Field(default=8, ge=0)
     """Prompts that are also decoded for real, with and without the drafter; 0 leaves speed out."""
-    caches: Caches = "growing"
+    caches: Caches = "auto"
     """Of that comparison. fixed: preallocated on both sides, and on CUDA each pass is one graph; not for targets that
-    keep a running state."""
+    keep a running state. auto: fixed on CUDA where the target allows it, growing elsewhere."""
 
 
 class GenerateOptions(Frozen):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -12,8 +12,8 @@ from rich.table import Table
 from draftline.console import Screen
 from draftline.decoding.acceptance import Acceptance
 from draftline.decoding.advice import Prediction, Timings, block_sizes, predict_speedups, time_steps, warnings
-from draftline.decoding.evaluate import Comparison, Evaluation, Prompt, Reference, compare, evaluate
-from draftline.decoding.fixed import FixedDecoding
+from draftline.decoding.caches import choose_caches
+from draftline.decoding.evaluate import Comparison, Evaluation, Reference, compare, evaluate
 from draftline.decoding.greedy import Limit, is_recurrent
 from draftline.drafter.model import Drafter
 from draftline.metrics import eval_metrics
@@ -30,7 +30,8 @@ class Measurement:
     dtype: str
     block_size: int
     max_new_tokens: int
-    caches: Caches
+    caches: Literal["growing", "fixed"]
+    """Of real decoding and of the timings."""
     evaluation: Evaluation
     decoding: Comparison | None
     """Real decoding with and without the drafter; None when it was left out."""
@@ -77,14 +78,14 @@ def measure(
     references: Sequence[Reference],
     limit: Limit,
     num_compared: int,
-    caches: Caches = "growing",
+    caches: Caches = "auto",
     screen: Screen | None = None,
 ) -> Measurement:
     """Replay all answers, then decode some of their prompts for real, with and without the drafter.
 
     Args:
         num_compared: prompts that are decoded, evenly spread over all; 0 leaves speed out.
-        caches: of both sides of the comparison; fixed ones are graphs on CUDA.
+        caches: of both sides of the comparison, see `choose_caches`.
         screen: where progress is shown; none for nowhere.
 
     Raises:
@@ -93,26 +94,25 @@ def measure(
     screen = screen or Screen(quiet=True)
     with screen.counting("replayed answers", len(references)) as progress:
         evaluation = evaluate(target, drafter, references, progress=progress)
-    decoding = timings = None
+    decoding = timings = fixed = None
+    size = drafter.spec.block_size
     if num_compared:
         chosen = [reference.prompt for reference in references]
         chosen = chosen[:: -(-len(chosen) // num_compared)]
-        fixed = _fixed(target, drafter, chosen, limit) if caches == "fixed" else None
+        fixed = choose_caches(caches, target, drafter, chosen, limit, screen, block_sizes(size))
         with screen.counting("decoded with and without the drafter", len(chosen)) as progress:
             decoding = compare(target, drafter, chosen, limit, fixed, progress)
         sequence = fixed and fixed.verifier
         if fixed is not None:
             fixed.reset()
-        size = drafter.spec.block_size
         timings = time_steps(target, chosen[0].input_ids, size, decoding.draft_ms, sequence)
-    size = drafter.spec.block_size
     return Measurement(
         target=target.name,
         device=str(target.device),
         dtype=str(target.embedding.dtype).removeprefix("torch."),
         block_size=size,
         max_new_tokens=limit.max_new_tokens,
-        caches=caches,
+        caches="growing" if fixed is None else "fixed",
         evaluation=evaluation,
         decoding=decoding,
         timings=timings,
@@ -122,12 +122,6 @@ def measure(
         else {},
         warnings=warnings(evaluation, decoding, timings, recurrent=is_recurrent(target)),
     )
-
-
-def _fixed(target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit) -> FixedDecoding:
-    longest = max(len(prompt.input_ids) for prompt in prompts)
-    sizes = block_sizes(drafter.spec.block_size)
-    return FixedDecoding(target, drafter, longest + limit.max_new_tokens, sizes)
 
 
 def print_measurement(measured: Measurement, console: Console) -> None:

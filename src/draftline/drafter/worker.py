@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -38,13 +39,15 @@ class StepRecord:
 class _Reading:
     """A step's results on their way to the host; read one step late, so that no step waits for its own."""
 
-    def __init__(self, outcome: StepOutcome, step: int, lr: float, num_tokens: int, rows: range) -> None:
-        on_cuda = outcome.stats.is_cuda
+    def __init__(
+        self, outcome: StepOutcome, host: Tensor, step: int, lr: float, num_tokens: int, rows: range
+    ) -> None:
+        """`host` float32 [1 + marks + stats] is pinned and belongs to this reading until `finish`."""
         self._meta = (step, lr, num_tokens, rows)
         self._num_marks = len(outcome.marks)
         source = torch.cat([outcome.norm[None], outcome.marks, outcome.stats])
-        self._host = torch.empty(source.shape, pin_memory=on_cuda)
-        self._host.copy_(source, non_blocking=True)
+        self._host = host.copy_(source, non_blocking=True)
+        on_cuda = source.is_cuda
         self._event = torch.cuda.current_stream(source.device).record_event() if on_cuda else None
 
     def finish(self) -> StepRecord:
@@ -52,8 +55,8 @@ class _Reading:
         if self._event is not None:
             self._event.synchronize()
         step, lr, num_tokens, rows = self._meta
-        marks, stats = self._host[1:].tensor_split([self._num_marks])
-        return StepRecord(step, stats, float(self._host[0]), lr, num_tokens, rows, marks)
+        norm, marks, stats = self._host.clone().tensor_split([1, 1 + self._num_marks])
+        return StepRecord(step, stats, float(norm), lr, num_tokens, rows, marks)
 
 
 class DrafterWorker:
@@ -82,6 +85,9 @@ class DrafterWorker:
         self._schedule, self._config, self._stop_line = schedule, config, stop_line
         self._watchdog, self._on_record = watchdog, on_record
         self._is_boundary, self._at_boundary, self._on_bad_step = is_boundary, at_boundary, on_bad_step
+        # one reading is under way while the next begins; pinned memory asked for anew each step is never given back
+        size = 1 + len(member.marks) + len(member.stats)
+        self._host = itertools.cycle(torch.empty(2, size, pin_memory=member.stats.is_cuda).unbind())
 
     def run(self) -> None:
         """Train from the schedule's first step until its last, or until a stop was asked for.
@@ -120,7 +126,7 @@ class DrafterWorker:
             self._step.replay(first=index == rows[0])
             self._member.mark(index - first)
             num_tokens += row.starts[-1]
-        return _Reading(self._reducer.reduce(self._index), step, lr, num_tokens, rows)
+        return _Reading(self._reducer.reduce(self._index), next(self._host), step, lr, num_tokens, rows)
 
     def _report(self, record: StepRecord) -> None:
         figures = torch.cat([record.stats, record.marks, torch.tensor([record.grad_norm])])
