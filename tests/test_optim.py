@@ -281,23 +281,26 @@ def test_updates_too_small_for_bfloat16_still_add_up():
 
 @pytest.mark.parametrize("saved_with", SHARDS)
 @pytest.mark.parametrize("loaded_with", SHARDS)
-def test_a_state_saved_with_some_drafters_goes_on_with_any_other_number(saved_with: int, loaded_with: int):
-    unbroken, resumed = Flat.of(saved_with), Flat.of(loaded_with)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_saved_with_some_drafters_goes_on_with_any_other_number(
+    saved_with: int, loaded_with: int, dtype: torch.dtype
+):
+    unbroken, resumed = Flat.of(saved_with, dtype), Flat.of(loaded_with, dtype)
     gradients = [random_gradients(unbroken.parameters.parameters, seed) for seed in range(4)]
     for step in (0, 1):
         unbroken.step(gradients[step], 3.0, lr=1e-2)
     state = unbroken.state(2)
     layout = resumed.parameters.layout
     for name, view in layout.views(resumed.parameters.weights).items():
-        view.copy_(state.tensors[f"master.{name}"])
+        view.copy_(compute_weights(state.tensors[f"master.{name}"], dtype))
     for index, optimizer in enumerate(resumed.optimizers):
         optimizer.load_state(cut_shard(state.tensors, layout, index, loaded_with))
     for step in (2, 3):
         unbroken.step([g.clone() for g in gradients[step]], 3.0, lr=1e-2)
         resumed.step(gradients[step], 3.0, lr=1e-2)
     close = torch.equal if saved_with == loaded_with else torch.allclose
-    ours = dict(resumed.module.named_parameters())
-    assert all(close(ours[n], p) for n, p in unbroken.module.named_parameters())
+    ours, theirs = resumed.state().tensors, unbroken.state().tensors
+    assert all(close(ours[name], tensor) for name, tensor in theirs.items())
     assert unbroken.optimizers[0].state()["step"] == resumed.optimizers[-1].state()["step"] == 4
 
 

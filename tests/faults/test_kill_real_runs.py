@@ -32,3 +32,31 @@ def test_a_kill_at_each_point_of_a_checkpoint_s_write_changes_nothing(
     assert warm.run(flags, tmp_path / "log") == 0
     assert_same_state(tmp_path / "run", unbroken)
     assert len(metrics_of(tmp_path / "run")) == len(metrics_of(unbroken))
+
+
+def test_a_killed_run_in_bfloat16_ends_as_the_unbroken_one(
+    tmp_path: Path, store: Path, warm: Trainers
+) -> None:
+    """Where masters live in two halves: both must come back from the checkpoint to the last bit."""
+    flags = {
+        name: settings(tmp_path / name, data__path=store, placement__drafter_dtype="bfloat16")
+        for name in ("whole", "killed")
+    }
+    kill = Fault(worker="drafter-0", where="step", at=EVERY + 1, kind="kill")
+    assert warm.run(flags["whole"], tmp_path / "log") == 0
+    assert warm.run(flags["killed"], tmp_path / "log", kill) == -9
+    assert warm.run(flags["killed"], tmp_path / "log") == 0
+    assert_same_state(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_one_row_a_drafter_and_step_survives_a_kill_as_well(
+    tmp_path: Path, store: Path, warm: Trainers
+) -> None:
+    """Its gradients are kept in the type they come in, and its only row is the first and the last of its step."""
+    shape = {"data__path": store, "placement__drafter_dtype": "bfloat16", "optim__rows_per_step": 2}
+    flags = {name: settings(tmp_path / name, drafters=2, **shape) for name in ("whole", "killed")}
+    kill = Fault(worker="drafter-1", where="step", at=EVERY + 1, kind="kill")
+    assert warm.run(flags["whole"], tmp_path / "log") == 0
+    assert warm.run(flags["killed"], tmp_path / "log", kill) == -9
+    assert warm.run(flags["killed"], tmp_path / "log") == 0
+    assert_same_state(tmp_path / "killed", tmp_path / "whole")
