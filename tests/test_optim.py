@@ -240,6 +240,14 @@ def test_a_master_in_two_halves_is_the_master_to_the_last_bit(patterns: list[int
     assert torch.equal(error[nearest.isfinite()], nearest[nearest.isfinite()])
 
 
+def test_weights_that_are_bfloat16_already_are_taken_as_they_are():
+    narrow = drafter().bfloat16()
+    given = {name: weight.clone() for name, weight in narrow.state_dict().items()}
+    parameters = FlatParameters(narrow, 1, torch.bfloat16)
+    views = parameters.layout.views(parameters.weights)
+    assert all(torch.equal(views[name], weight) for name, weight in given.items())
+
+
 def test_the_first_row_of_a_step_replaces_what_the_last_step_left():
     flat = Flat.of(1)
     first, second = (random_gradients(flat.parameters.parameters, seed) for seed in (0, 1))

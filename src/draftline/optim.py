@@ -88,8 +88,8 @@ def join(weights: Tensor, rest: Tensor) -> Tensor:
 
 
 def compute_weights(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights that a drafter computes with, from their masters."""
-    return split(master)[0] if dtype == torch.bfloat16 else master.to(dtype)
+    """Weights that a drafter computes with, from their masters; those that have the type already, as they are."""
+    return split(master.float())[0] if dtype == torch.bfloat16 else master.to(dtype)
 
 
 class FlatParameters:

@@ -31,9 +31,11 @@ STEP = 4
 ROW = STEP * ROWS_PER_STEP + 3
 
 
-def fail_at(output: Path, store: Path, fault: Fault, targets: int = 1, drafters: int = 1) -> NonFiniteError:
+def fail_at(
+    output: Path, store: Path, fault: Fault, targets: int = 1, drafters: int = 1, **changes: str
+) -> NonFiniteError:
     with armed(fault), pytest.raises(NonFiniteError) as caught:
-        train_here(settings(output, targets, drafters, data__path=store))
+        train_here(settings(output, targets, drafters, data__path=store, **changes))
     return caught.value
 
 
@@ -69,6 +71,14 @@ def test_a_fault_that_does_not_come_back_is_told_as_one_of_the_machine(poisoned:
     assert len(outcome.rows) == ROWS_PER_STEP
     assert all(math.isfinite(row.loss) and row.loss > 0 for row in outcome.rows)
     assert "suspect the device" in describe(outcome)[0]
+
+
+def test_a_step_of_a_drafter_that_computes_in_bfloat16_is_replayed_too(tmp_path: Path, store: Path) -> None:
+    fault = Fault(worker="target-0", where="row", at=ROW, kind="nan")
+    error = fail_at(tmp_path / "run", store, fault, placement__drafter_dtype="bfloat16")
+    assert error.saved is not None
+    assert {weight.dtype for weight in read_bad_step(error.saved).weights.values()} == {torch.bfloat16}
+    assert replay(error.saved).is_finite
 
 
 def test_the_replayed_losses_are_those_that_the_step_would_have_had(poisoned: Path, unbroken: Path) -> None:
