@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from draftline.cli import app
+from draftline.drafter.model import Drafter
 from draftline.embedded import embedded_path
 from draftline.errors import ConfigError
+from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.paths import builtin_conversations
 from draftline.pipeline import planning
 from draftline.pipeline.memory import device_memory
@@ -144,7 +146,29 @@ def test_workers_of_one_device_share_what_is_only_read():
     assert one["a"].parts["target weights"] == two["a"].parts["target weights"]
     assert one["b"].parts["embedding and head"] == two["b"].parts["embedding and head"]
     assert 2 * one["a"].parts["taps"] == two["a"].parts["taps"]
-    assert 2 * one["b"].parts["masters and moments"] == two["b"].parts["masters and moments"] * 2
+    assert one["b"].parts["masters and moments"] == two["b"].parts["masters and moments"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_drafters", [1, 2])
+def test_weights_masters_and_moments_are_counted_as_they_are_allocated(dtype: str, num_drafters: int):
+    config, spec, target = given("--placement.drafter-dtype", dtype)
+    costs = run_costs(config, spec, target, make_plan(config.placement))
+    counted = device_memory(["a"], ["b"] * num_drafters, costs.target, costs.drafter, costs.sizes, split=True)
+    parameters = FlatParameters(Drafter(spec), num_drafters, getattr(torch, dtype))
+    optimizer = ShardedAdamW(parameters, 0, num_drafters, config.optim)
+    own = [parameters.weights, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.rest]
+    allocated = num_drafters * sum(tensor.nbytes for tensor in own if tensor is not None)
+    parts = counted["b"].parts
+    assert parts["drafter weights"] + parts["masters and moments"] == pytest.approx(allocated, rel=1e-3)
+
+
+def test_a_head_in_another_type_than_the_targets_is_counted():
+    for dtype, copies in (("float32", 0), ("bfloat16", 1)):  # the target computes in float32
+        config, spec, target = given("--placement.drafter-dtype", dtype, "--target.dtype", "float32")
+        costs = run_costs(config, spec, target, make_plan(config.placement))
+        used = device_memory(["a"], ["b"], costs.target, costs.drafter, costs.sizes, split=True)
+        assert used["b"].parts["head"] == copies * target.head.numel() * costs.sizes.drafter_bytes
 
 
 def test_a_run_file_is_planned_as_it_would_be_trained(tmp_path):

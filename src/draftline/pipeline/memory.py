@@ -98,7 +98,6 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
         queries * (2 * spec.hidden_size + 2 * drafter.query_width + 2 * spec.intermediate_size)
         + keys * 2 * drafter.key_width
     )
-    own_weights = weights * sizes.drafter_bytes if sizes.drafter_bytes != FLOAT32 else 0  # else the masters
     shard = -(-weights // num_drafters)
     sum_bytes = FLOAT32 if sizes.rows_per_step > num_drafters else sizes.drafter_bytes
     activations = saved * sizes.drafter_bytes
@@ -107,15 +106,19 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
     )
     return Memory(
         {
-            "drafter weights": own_weights if num_drafters == 1 or own_weights else weights * FLOAT32,
-            # bfloat16 weights are half of their masters
-            "masters and moments": (3 * FLOAT32 - (sizes.drafter_bytes if own_weights else 0)) * shard,
+            "drafter weights": weights * sizes.drafter_bytes,
+            # the weights are a part of their masters: half of each in bfloat16, all of it in float32
+            "masters and moments": (3 * FLOAT32 - sizes.drafter_bytes) * shard,
             "gradients": sum_bytes * weights + (FLOAT32 * shard if num_drafters > 1 else 0),
             "drafter activations": activations,
             "loss": loss,
             # a row's gradients take the place of the activations that backward has used
             "row gradients": max(0, weights * sizes.drafter_bytes - activations - loss),
             "taps": _taps(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,
+            # the target's own where the types agree
+            "head": spec.vocab_size * spec.hidden_size * sizes.drafter_bytes
+            if sizes.drafter_bytes != sizes.target_bytes
+            else 0,
         }
     )
 
