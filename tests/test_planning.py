@@ -14,6 +14,7 @@ from draftline.drafter.model import Drafter
 from draftline.embedded import embedded_path
 from draftline.errors import ConfigError
 from draftline.optim import FlatParameters, ShardedAdamW
+from draftline.options import PlanOptions
 from draftline.paths import builtin_conversations
 from draftline.pipeline import planning
 from draftline.pipeline.memory import device_memory
@@ -26,6 +27,7 @@ from draftline.pipeline.planning import (
     resolve_placement,
     run_costs,
 )
+from draftline.plan_command import plan_run
 from draftline.settings import parse_plan
 from draftline.setup import check_target
 from draftline.target.load import sketch_target
@@ -62,6 +64,22 @@ def test_a_plan_without_a_gpu_ranks_placements_but_claims_no_speed(capsys):
     assert made["options"][0]["placement"] == made["chosen"] == "colocated on 4"
     assert all(option["tokens_per_s"] is None for option in made["options"])
     assert made["options"][0]["relative"] == 1.0
+
+
+def test_gpus_that_are_only_described_are_counted_with_the_types_that_gpus_compute_in():
+    config, _, _ = given()
+    described = [PlanOptions(devices=2), PlanOptions(memory_gib=139), PlanOptions(tflops=500)]
+    for options in described:
+        sizes = plan_run(config, options).costs.sizes
+        assert (sizes.target_bytes, sizes.drafter_bytes) == (2, 2), options
+
+
+def test_a_plan_counts_the_type_and_the_slots_that_the_run_asks_for():
+    flags = ("--placement.drafter-dtype", "float32", "--placement.channel-slots", "7")
+    config, spec, target = given(*flags)
+    for kind in ("cpu", "cuda"):
+        sizes = propose(config, spec, target, Hardware(2, GIB, kind), timed=False).costs.sizes
+        assert (sizes.drafter_bytes, sizes.channel_slots) == (4, 7), kind
 
 
 def test_a_rate_turns_counts_into_tokens_a_second(capsys):

@@ -24,7 +24,8 @@ def plan_run(config: RunConfig, options: PlanOptions) -> Proposal:
     """
     here = hardware_here()
     memory = here.memory_bytes if options.memory_gib is None else int(options.memory_gib * GIB)
-    hardware = Hardware(options.devices or here.count, memory, here.kind, options.tflops)
+    kind = here.kind if options == PlanOptions() else "cuda"  # whoever describes devices means GPUs
+    hardware = Hardware(options.devices or here.count, memory, kind, options.tflops)
     timed = options.tflops is None and here.kind == "cuda"
     return propose(config, check_target(config), sketch_target(config.target), hardware, timed=timed)
 

@@ -64,7 +64,22 @@ def make_plan(config: PlacementConfig) -> Plan:
         ConfigError: a device does not exist, target and drafter lists do not fit the mode, or the attention
             backend cannot train on the devices.
     """
-    mode, targets, drafters = _place(config)
+    return _resolved(config, *_place(config))
+
+
+def plan_for_gpus(config: PlacementConfig) -> Plan:
+    """What a worker on a GPU does, which need not be here: for counting.
+
+    Raises:
+        ConfigError: the attention backend is not one for GPUs.
+    """
+    gpu = (torch.device("cuda", 0),)
+    return _resolved(config, "colocated", gpu, gpu)
+
+
+def _resolved(
+    config: PlacementConfig, mode: Literal["split", "colocated"], targets: Devices, drafters: Devices
+) -> Plan:
     kinds = {device.type for device in (*targets, *drafters)}
     if len(kinds) > 1:
         raise ConfigError(f"placement mixes {' and '.join(sorted(kinds))}; use devices of one kind")

@@ -25,7 +25,7 @@ from draftline.pipeline.costs import DrafterCost, TargetCost, count_target
 from draftline.pipeline.job import row_shape
 from draftline.pipeline.memory import HEADROOM, Memory, Sizes, device_memory
 from draftline.pipeline.placement import GIB, Mode, Option, SideTimes, choose, list_options
-from draftline.pipeline.plan import Devices, Plan, available_devices, make_plan
+from draftline.pipeline.plan import Devices, Plan, available_devices, make_plan, plan_for_gpus
 from draftline.target.load import Target, resolve_dtype, torch_dtype
 
 NUM_SYNTHETIC = 2000
@@ -145,7 +145,7 @@ def propose(
     Raises:
         ConfigError: no placement can be used.
     """
-    plan = make_plan(PlacementConfig(attention=config.placement.attention))
+    plan = _plan_of_one(config.placement, hardware)
     costs = run_costs(config, spec, sketch, plan)
     store = planned_store(config, spec.vocab_size)
     source = RowSource(store, row_shape(config, spec, plan.backend), config.seed)
@@ -171,6 +171,13 @@ def propose(
         num_rows=_num_rows(config, source) if isinstance(store, TokenStore) else None,
         tokens_per_row=float(store.lengths.sum()) / source.rows_in(1.0),
     )
+
+
+def _plan_of_one(wanted: PlacementConfig, hardware: Hardware) -> Plan:
+    """Types, attention and slots of a worker on `hardware`, wherever the run puts it."""
+    if hardware.kind == "cuda":
+        return plan_for_gpus(wanted)
+    return make_plan(wanted.model_copy(update={"mode": "auto", "targets": None, "drafters": None}))
 
 
 def planned_store(config: RunConfig, vocab_size: int) -> DocumentStore:
