@@ -1,17 +1,24 @@
 """The threaded pipeline as a whole: any number of workers computes the same training."""
 
+import gc
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from draftline.config import DeadlineConfig, OptimConfig
+from draftline.drafter.model import new_weights
 from draftline.drafter.worker import StepRecord
+from draftline.pipeline import devices
 from draftline.pipeline.engine import Engine
 from draftline.pipeline.state import ShardState
 from draftline.resilience.faults import Fault, armed
-from tests.pipeline_fixtures import colocated, make_job, run_job
+from tests.pipeline_fixtures import SPEC, colocated, make_job, run_job
 
 
 def test_loss_falls_on_a_learnable_pattern():
@@ -43,6 +50,40 @@ def test_the_split_into_rows_per_drafter_does_not_change_the_loss():
     together = run_job(make_job(1, 1, steps=2, rows_per_step=6))
     spread = run_job(make_job(1, 6, steps=2, rows_per_step=6))
     assert spread.losses == pytest.approx(together.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_a_run_begins_with_are_let_go_once_its_workers_have_theirs(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """They lie on the host in float32, gigabytes for a large drafter."""
+    drawn: list[StorageWeakRef] = []
+
+    def watched(*given: Any) -> dict[str, Tensor]:
+        weights = new_weights(*given)
+        drawn.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in weights.values())
+        return weights
+
+    monkeypatch.setattr(devices, "new_weights", watched)
+    job = make_job(1, 2, rows_per_step=2)
+    for event in Engine(replace(job, plan=replace(job.plan, drafter_dtype=dtype))).events():
+        if isinstance(event, StepRecord):
+            gc.collect()
+            assert [ref.expired() for ref in drawn] == [True] * len(new_weights(SPEC, 0))
+
+
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_a_resumed_run_ends_in_the_same_state_and_draws_no_weights(
+    drafters: int, monkeypatch: pytest.MonkeyPatch
+):
+    whole = run_job(make_job(1, drafters, steps=4, boundaries=frozenset({2})))
+    monkeypatch.setattr(devices, "new_weights", lambda *_: pytest.fail("weights were drawn"))
+    job, middle = make_job(1, drafters, steps=4), whole.states[0]
+    schedule = replace(job.schedule, first_step=middle.steps_done)
+    resumed = run_job(replace(job, schedule=schedule, resumed=middle.tensors))
+    assert middle.steps_done == 2
+    for name, tensor in resumed.states[-1].tensors.items():
+        assert torch.equal(tensor, whole.states[-1].tensors[name]), name
 
 
 def test_drafters_wait_at_a_boundary_until_the_state_before_it_is_safe():

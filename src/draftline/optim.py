@@ -122,7 +122,7 @@ class FlatParameters:
         self.gradient_views = list(self.layout.views(self.gradients).values())
 
     def initial_masters(self, part: slice) -> Tensor:
-        """The module's values, float32 [part] of the flat layout."""
+        """The module's values, float32 [part] of the flat layout; until `release_initial`."""
         flat = torch.zeros(part.stop - part.start, device=self.device)
         for name, shape, offset in zip(
             self.layout.names, self.layout.shapes, self.layout.offsets, strict=True
@@ -132,6 +132,10 @@ class FlatParameters:
                 own = self._initial[name].flatten()[begin - offset : end - offset]
                 flat[begin - part.start : end - part.start].copy_(own)
         return flat
+
+    def release_initial(self) -> None:
+        """Let go of the module's values, which lie on the host, once every optimizer has its masters."""
+        self._initial.clear()
 
     def write(self, gradients: Sequence[Tensor]) -> None:
         """Set a step's gradients to those of its first row, given in the order of `parameters`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.pipeline.devices import Place, Replicas
 from draftline.pipeline.job import Job
 from draftline.pipeline.reduce import Member
-from draftline.pipeline.state import ShardState, cut_shard
+from draftline.pipeline.state import ShardState, TrainingState, cut_shard
 from draftline.target.forward import TappedForward
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def build_drafter(
     compile_function: Compile | None = (
         (lambda function: compile_isolated(function, name)) if captured else None
     )
-    drafter = drafter_of(job.spec, job.initial or replicas.initial_weights(job.spec, job.seed))
+    drafter = drafter_of(job.spec, _first_weights(job, replicas))
     parameters, optimizer = _trained(job, drafter, place, index, compile_function)
     embedding, head = replicas.tables(place.device)
     width = job.spec.num_taps * job.spec.hidden_size
@@ -123,16 +123,24 @@ def build_drafter(
     return BuiltDrafter(finished, row, taps, member, notes)
 
 
+def _first_weights(job: Job, replicas: Replicas) -> Mapping[str, Tensor]:
+    """Weights that this process begins with, float32 on the host: a resumed run's masters, given ones, or new ones."""
+    if job.resumed is not None:
+        return TrainingState(job.schedule.first_step, job.resumed).weights()
+    return job.initial or replicas.initial_weights(job.spec, job.seed)
+
+
 def _trained(
     job: Job, drafter: Drafter, place: Place, index: int, compile_function: Compile | None
 ) -> tuple[FlatParameters, ShardedAdamW]:
-    """The weights of one drafter and the optimizer of its shard, as a resumed run left them or new."""
+    """The flat weights of one drafter and the optimizer of its shard, as a resumed run left it or new."""
     num_drafters, dtype = len(job.plan.drafters), job.plan.drafter_dtype
     gradient_dtype = torch.float32 if job.schedule.rows_per_drafter > 1 else dtype
     parameters = FlatParameters(drafter, num_drafters, dtype, gradient_dtype, place.device)
     optimizer = ShardedAdamW(parameters, index, num_drafters, job.optim, compile_function)
+    parameters.release_initial()
     if job.resumed is not None:
-        _resume(job, parameters, optimizer, index, num_drafters)
+        optimizer.load_state(cut_shard(job.resumed, parameters.layout, index, num_drafters))
     return parameters, optimizer
 
 
@@ -154,15 +162,6 @@ def _accumulating(
 
 def _never(_: object) -> None:
     raise AssertionError("a second row in a step of one row a drafter")
-
-
-def _resume(
-    job: Job, parameters: FlatParameters, optimizer: ShardedAdamW, index: int, num_drafters: int
-) -> None:
-    assert job.resumed is not None
-    for name, view in parameters.layout.views(parameters.weights).items():
-        view.copy_(optim.compute_weights(job.resumed[f"master.{name}"], view.dtype))
-    optimizer.load_state(cut_shard(job.resumed, parameters.layout, index, num_drafters))
 
 
 def _prove(job: Job, step: DrafterStep, place: Place, name: str) -> tuple[str, ...]:

@@ -64,6 +64,11 @@ class Replicas:
                 self._initial[key] = new_weights(spec, seed)
             return self._initial[key]
 
+    def release_initial(self) -> None:
+        """Let go of the drafter's first weights, once all drafters have theirs."""
+        with self._lock:
+            self._initial.clear()
+
     def model(self, device: torch.device) -> PreTrainedModel:
         """The whole target on `device`; workers there share its weights."""
         with self._lock:

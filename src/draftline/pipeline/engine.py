@@ -114,6 +114,7 @@ class Engine:
             with tripwire.armed():
                 self._start()
                 yield from self._until_ready()
+                self._replicas.release_initial()
                 # A CPU run compiles nothing, so the seal would only forbid what others in the process do.
                 sealed = seal() if self.job.plan.backend == "flex" else None
                 try:
