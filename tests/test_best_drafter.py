@@ -10,7 +10,7 @@ import pytest
 from draftline.cli import parse_run
 from draftline.console import Screen
 from draftline.run import train
-from draftline.session import Trained
+from draftline.trained import Trained
 from tests.test_cli import SETTINGS
 
 EVALUATED = ("--evaluation.every=1", "--checkpoint.keep=5", "--optim.warmup-ratio=0.99")

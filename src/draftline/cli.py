@@ -98,8 +98,8 @@ def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     if not start_heartbeat(os.environ):
         command = [sys.executable, "-m", "draftline", *sys.argv[1:]]
         sys.exit(run_monitored(command, config.deadlines.stall_timeout_s, config.output))
-    from draftline.console import show_trained  # noqa: PLC0415
     from draftline.run import train as run_training  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.trained import show_trained  # noqa: PLC0415
 
     trained = run_training(config, Screen(), sys.argv)
     if json_output:

@@ -6,14 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-if TYPE_CHECKING:
-    from draftline.decoding.evaluate import Evaluation
-    from draftline.session import Trained
 
 PLAIN_EVERY_S = 5.0
 """Seconds between progress lines when the output is not a terminal."""
@@ -75,26 +71,3 @@ class Bar:
             self._last = now
             of = "" if self._total is None else f"/{self._total}"
             self._console.print(f"{self._what} {done}{of}  {detail}", markup=False)
-
-
-def show_trained(trained: Trained, console: Console) -> None:
-    """What a finished run leaves, for a person."""
-    lines = {
-        "drafter": f"{trained.drafter} (after step {trained.exported_step})",
-        "steps": f"{trained.steps} in {trained.seconds:.0f} s here"
-        if trained.seconds >= 1
-        else f"{trained.steps}",
-        "loss": None if trained.loss is None else f"{trained.loss:.4f} in the last step",
-        "tau before": trained.before and _tau(trained.before),
-        "tau after": trained.after and _tau(trained.after),
-        "checkpoints skipped": trained.skipped_checkpoints or None,
-        "documents skipped": trained.skipped_documents or None,
-    }
-    for name, value in lines.items():
-        if value is not None:
-            console.print(f"{name:20} {value}", soft_wrap=True)
-
-
-def _tau(evaluation: Evaluation) -> str:
-    overall = evaluation.overall
-    return f"{overall.tau:.2f} tokens a verify step (95 % {overall.tau_low:.2f} to {overall.tau_high:.2f})"

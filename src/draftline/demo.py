@@ -30,9 +30,9 @@ from draftline.decoding.render import print_answer
 from draftline.drafter.model import Drafter
 from draftline.pipeline.plan import available_devices
 from draftline.run import train
-from draftline.session import Trained
 from draftline.smollm2.own_answers import with_own_answers
 from draftline.target.load import Target
+from draftline.trained import Trained
 
 NUM_COMPARED = {"tiny": 12, "smollm2": 4}
 """Unseen prompts decoded for real, with and without the drafter."""

@@ -17,8 +17,9 @@ from draftline.resilience.ending import explained, failed
 from draftline.resilience.folder import RunFolder
 from draftline.resilience.result import RESULT, RunResult, write_result
 from draftline.resilience.signals import StopOnSignal, ended_by_sigterm
-from draftline.session import Session, Trained
+from draftline.session import Session
 from draftline.setup import prepare_job
+from draftline.trained import Trained
 
 
 def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Trained:

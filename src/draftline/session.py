@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from draftline.resilience.watchdog import Starvation
 from draftline.serving.card import model_card
 from draftline.serving.export import config_json, export_drafter, serving_tensors
 from draftline.setup import Prepared, checkpoint_bytes
+from draftline.trained import Trained
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
@@ -41,31 +42,6 @@ EVALUATION_TIMEOUT_S = 600.0
 """Seconds that a background evaluation may still take when training is done."""
 LEAVE_S = 5.0
 """Seconds for a background evaluation to leave a run that has failed or was stopped."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a finished run leaves."""
-
-    folder: Path
-    drafter: Path
-    """The exported drafter, in serving layout."""
-    steps: int
-    loss: float | None
-    """Of the last step, nats."""
-    seconds: float
-    """Of the training loop in this process."""
-    tokens_per_s: float
-    """Target tokens, padding excluded."""
-    before: Evaluation | None
-    after: Evaluation | None
-    """Of the exported drafter."""
-    exported_step: int
-    """Steps of the drafter that was exported: the last one, or that of the best evaluation."""
-    skipped_checkpoints: int
-    """Checkpoints that found no room on the disk (`checkpoint.on_disk_full: continue`)."""
-    skipped_documents: int
-    """Documents of corrupt shards (`data.on_corrupt: skip`)."""
 
 
 class Session:
