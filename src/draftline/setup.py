@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,19 +202,24 @@ def open_or_prepare(
         return store
     given = config.model_dump(include={"max_length"}, exclude_unset=True)
     options = PrepareOptions(stop_token_ids=stops, **given)
-    _remove_damaged(out, screen)
+    damaged = _is_damaged(out, screen)
     # The run's own store follows its settings; checkpoints made from others are refused by their identity.
-    print_report(prepare(path, tokenizer, out, options, overwrite=True, context=context), screen.console)
+    report = prepare(path, tokenizer, out, options, overwrite=True, remake=damaged, context=context)
+    print_report(report, screen.console)
     return open_store(out, hash_tokenizer(tokenizer), verify=False)  # just checked, or just written
 
 
-def _remove_damaged(own: Path, screen: Screen) -> None:
-    """A run's own store is made again where a shard is not what was written: its source is at hand."""
-    manifest = read_manifest(own)
-    damages = find_damage(own, manifest["shards"], verify=True) if manifest else []
-    if damages:
-        screen.say(f"the run's own store is made again: {'; '.join(damage.describe() for damage in damages)}")
-        shutil.rmtree(own)
+def _is_damaged(own: Path, screen: Screen) -> bool:
+    """Whether a run's own store is not what was written, said aloud: it is then made again from its source."""
+    try:
+        manifest = read_manifest(own)
+        damages = find_damage(own, manifest["shards"], verify=True) if manifest else []
+        reasons = [damage.describe() for damage in damages]
+    except DataError as error:
+        reasons = [str(error)]
+    if reasons:
+        screen.say(f"the run's own store is made again: {'; '.join(reasons)}")
+    return bool(reasons)
 
 
 def checkpoint_bytes(spec: DrafterSpec) -> int:

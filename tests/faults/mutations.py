@@ -212,8 +212,8 @@ CHECKS = [
     Mutation(
         "a run's own store is checked",
         "setup.py",
-        "    _remove_damaged(out, screen)\n",
-        "",
+        "    damaged = _is_damaged(out, screen)\n",
+        "    damaged = False\n",
         STORE,
     ),
 ]

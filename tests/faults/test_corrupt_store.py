@@ -70,7 +70,7 @@ def test_damage_is_named_with_exit_code_4_and_a_sound_copy_goes_on(
     assert_same_state(output, unbroken)
 
 
-@pytest.mark.parametrize("damage", [flip, cut, remove])
+@pytest.mark.parametrize("damage", [flip, cut, remove, cut_manifest])
 def test_a_store_that_the_run_made_itself_is_made_again_aloud_and_ends_in_the_same_state(
     tmp_path: Path, unbroken: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +80,19 @@ def test_a_store_that_the_run_made_itself_is_made_again_aloud_and_ends_in_the_sa
     train_here(settings(output), Screen())
     assert "the run's own store is made again" in " ".join(capsys.readouterr().err.split())
     assert_same_state(output, unbroken)
+
+
+def test_a_damaged_store_that_the_run_made_stays_while_its_source_is_not_there(tmp_path: Path) -> None:
+    source, output = tmp_path / "chats.jsonl.gz", tmp_path / "run"
+    shutil.copy(builtin_conversations("builtin:demo"), source)
+    flags = settings(output, data__path=source, optim__steps=EVERY)
+    train_here(flags)
+    flip(output / "store")
+    left = sorted((path.name, path.read_bytes()) for path in (output / "store").iterdir())
+    source.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"chats\.jsonl\.gz is neither a file"):
+        train_here(flags)
+    assert sorted((path.name, path.read_bytes()) for path in (output / "store").iterdir()) == left
 
 
 def test_another_store_does_not_resume_the_run(tmp_path: Path, store: Path) -> None:

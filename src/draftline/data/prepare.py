@@ -58,6 +58,7 @@ def prepare(
     options: PrepareOptions | None = None,
     *,
     overwrite: bool = False,
+    remake: bool = False,
     context: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PrepareReport:
@@ -69,6 +70,7 @@ def prepare(
         out: folder of the store; it appears only when complete.
         options: how conversations are read.
         overwrite: replace a store that was made from other data, options or tokenizer.
+        remake: replace `out` though nothing has changed, or whatever is there; it stays until the new one is complete.
         context: most tokens that the target can read. A default `max_length` gives way to it, and what that clips
             is counted by itself.
         progress: called after every chunk.
@@ -91,7 +93,7 @@ def prepare(
     if options.max_length < asked.max_length:
         limits = replace(limits, clipped=Note.BEYOND_CONTEXT)
     manifest = _manifest(resolved, tokenizer, template, limits, options)
-    if _is_current(out, manifest, overwrite=overwrite):
+    if not remake and _is_current(out, manifest, overwrite=overwrite):
         return PrepareReport.read(out / "report.json")
     by_template = how_marked(template)
     started = time.monotonic()
