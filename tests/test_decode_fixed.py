@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftline.console import Screen
+from draftline.decoding import caches
 from draftline.decoding.advice import time_steps
 from draftline.decoding.caches import choose_caches
 from draftline.decoding.decode import decode
@@ -14,7 +15,9 @@ from draftline.decoding.fixed import FixedDecoding, FixedTarget
 from draftline.decoding.greedy import CachedTarget, Limit, greedy
 from draftline.decoding.measure import measure
 from draftline.decoding.sampling import Sampled
+from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
+from draftline.target.load import Target
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
 
 ATTENDING = ("qwen3", "llama", "gemma3")
@@ -120,21 +123,55 @@ def test_steps_are_timed_with_them():
     assert fixed.verifier.length == 3
 
 
-def test_auto_is_growing_on_a_cpu_and_where_a_target_keeps_a_state():
+def test_auto_is_growing_on_a_cpu():
     target = random_target()
     drafter, prompts, screen = taught_drafter(target), [Prompt((1, 2, 3))], Screen(quiet=True)
     assert choose_caches("auto", target, drafter, prompts, LIMIT, screen) is None
     assert choose_caches("fixed", target, drafter, prompts, LIMIT, screen) is not None
-    recurrent = random_target("hybrid")
+
+
+def on_cuda(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Target, Drafter]:
+    """A target that says it lies on a GPU, and its drafter; nothing else of them does."""
+    target = random_target(family)
+    drafter = taught_drafter(target)
+    monkeypatch.setattr(Target, "device", torch.device("cuda", 0))
+    return target, drafter
+
+
+def test_auto_on_a_gpu_is_growing_and_says_so_where_a_target_keeps_a_state(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given = *on_cuda("hybrid", monkeypatch), [Prompt((1, 2, 3))], LIMIT, Screen()
+    assert choose_caches("auto", *given) is None
+    assert "keeps a running state: speeds are measured with growing caches" in words(capsys)
     with pytest.raises(ConfigError, match="running state"):
-        choose_caches("fixed", recurrent, taught_drafter(recurrent), prompts, LIMIT, screen)
+        choose_caches("fixed", *given)
+
+
+def test_auto_on_a_gpu_says_why_a_target_cannot_have_fixed_caches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: object) -> None:
+        raise ConfigError("other logits this way")
+
+    given = *on_cuda("qwen3", monkeypatch), [Prompt((1, 2, 3))], LIMIT, Screen()
+    monkeypatch.setattr(caches, "FixedDecoding", refuse)
+    assert choose_caches("auto", *given) is None
+    assert "speeds are measured with growing caches, without graphs: other logits this way" in words(capsys)
+    with pytest.raises(ConfigError, match="other logits"):
+        choose_caches("fixed", *given)
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    """What stands on the screen, without its line breaks."""
+    return " ".join(capsys.readouterr().err.split())
 
 
 def test_a_measurement_says_which_caches_it_used():
     target = random_target()
     drafter = taught_drafter(target)
     answers = reference_answers(target, [Prompt(tuple(prompt)) for prompt in random_prompts(2)], LIMIT)
-    found = [measure(target, drafter, answers, LIMIT, 2, caches) for caches in ("auto", "growing", "fixed")]
+    found = [measure(target, drafter, answers, LIMIT, 2, wanted) for wanted in ("auto", "growing", "fixed")]
     assert [each.caches for each in found] == ["growing", "growing", "fixed"]
     assert found[0].evaluation == found[2].evaluation
     assert all(each.decoding is not None and each.decoding.identical == 2 for each in found)

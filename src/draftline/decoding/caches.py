@@ -47,5 +47,5 @@ def choose_caches(
     except ConfigError as error:
         if wanted == "fixed":
             raise
-        screen.say(str(error))
+        screen.say(f"speeds are measured with growing caches, without graphs: {error}")
         return None
