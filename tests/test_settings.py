@@ -59,6 +59,8 @@ RUN = "target: {path: builtin:tiny}\ndata: {path: x}\noutput: o\noptim: {steps: 
         ("optm: {steps: 3}", r"optm\.steps\. Did you mean optim\.steps\?"),
         ("rows: {token_buget: 128}", r"rows\.token_buget\. Did you mean rows\.token_budget\?"),
         ("lr: 3", r"run\.yaml: lr\. Did you mean optim\.lr\?"),
+        ("evaluation: {xx: 3}", r"evaluation\.xx\. There are evaluation\.every, "),
+        ("evaluation: {lr: 3}", r"evaluation\.lr\. Did you mean optim\.lr\?"),
         ("rows: {zzzz: 3}", r"rows\.zzzz\. There are rows\.token_budget, "),
         ("zzzz: 3", r"Unknown setting in .*run\.yaml: zzzz. There are .*seed, .*deadlines"),
     ],
@@ -73,6 +75,8 @@ def test_an_unknown_key_of_a_file_gets_the_nearest_name_at_any_level(tmp_path: P
     ("flag", "words"),
     [
         ("--sed=1", r"Unknown option: --sed\. Did you mean --seed\?"),
+        ("--optim.zz=1", r"--optim\.zz\. There are --optim\.lr, "),
+        ("--optim.seed=1", r"--optim\.seed\. Did you mean --seed\?"),
         ("--optim.stps=1", r"Did you mean --optim\.steps\?"),
         ("--zzzz=1", r"Unknown option: --zzzz. There are .*--seed"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,16 +41,32 @@ def _unknown(error: cyclopts.UnknownOptionError) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
-    """A known name like this one: of the same section, of another one where it was put by mistake."""
-    like = difflib.get_close_matches(name, _beside(name, known), n=1, cutoff=0.7)
-    misplaced = [one for one in known if one.rpartition(".")[2] == name.rpartition(".")[2].lstrip("-")]
-    return next(iter([*like, *misplaced]), None)
+    """A known name like this one: the same of another section, where it was put by mistake, or one beside it."""
+    if misplaced := [one for one in known if _last(one) == _last(name)]:
+        return misplaced[0]
+    if beside := _of_section(name, known):  # which all begin alike
+        parts = {_last(one): one for one in beside}
+        return next((parts[one] for one in _like(_last(name), parts)), None)
+    return next(iter(_like(name, known)), None)
+
+
+def _like(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+
+
+def _last(name: str) -> str:
+    """`lr` of `--optim.lr`."""
+    return name.rpartition(".")[2].lstrip("-")
+
+
+def _of_section(name: str, known: Sequence[str]) -> list[str]:
+    section = name.rpartition(".")[0]
+    return [one for one in known if one.rpartition(".")[0] == section]
 
 
 def _beside(name: str, known: Sequence[str]) -> list[str]:
     """The names of the section that a name is in; all of them where there is no such section."""
-    section = name.rpartition(".")[0]
-    return [one for one in known if one.rpartition(".")[0] == section] or list(known)
+    return _of_section(name, known) or list(known)
 
 
 class _StrictLoader(yaml.SafeLoader):
