@@ -119,6 +119,6 @@ def test_hopper_gets_tiles_that_divide_those_of_the_tables(head_dim: int):
     assert options["bwd_USE_TMA"]
 
 
-def test_other_devices_and_other_head_sizes_keep_inductors_own_tiles():
+def test_other_devices_and_other_head_sizes_keep_inductors_own_choice():
     assert kernel_options(128, None) == kernel_options(128, (8, 0)) == kernel_options(128, (10, 0)) == {}
-    assert kernel_options(96, (9, 0)) == {"bwd_USE_TMA": True}
+    assert kernel_options(96, (9, 0)) == kernel_options(256, (9, 0)) == {}, "nothing was measured"

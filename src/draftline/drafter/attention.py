@@ -23,21 +23,36 @@ if TYPE_CHECKING:
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [H, Q, hd], k [KV, S+Q, hd], v [KV, S+Q, hd]) -> [H, Q, hd]."""
-
-
 HOPPER = 9
 """Major compute capability of H100 and H200."""
 HOPPER_TILES: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {
     64: (
         {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 3, "num_warps": 4, "USE_TMA": True},
-        {"BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64, "num_stages": 3, "num_warps": 4},
+        {
+            "BLOCK_M1": 64,
+            "BLOCK_N1": 64,
+            "BLOCK_M2": 64,
+            "BLOCK_N2": 64,
+            "num_stages": 3,
+            "num_warps": 4,
+            "USE_TMA": True,
+        },
     ),
     128: (
         {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "num_warps": 4},
-        {"BLOCK_M1": 64, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 64, "num_stages": 3, "num_warps": 8},
+        {
+            "BLOCK_M1": 64,
+            "BLOCK_N1": 128,
+            "BLOCK_M2": 128,
+            "BLOCK_N2": 64,
+            "num_stages": 3,
+            "num_warps": 8,
+            "USE_TMA": True,
+        },
     ),
 }
-"""Head size: (forward, backward). Q and K tiles divide the 128 tokens of a table's tile."""
+"""Head size: (forward, backward). Q and K tiles divide the 128 tokens of a table's tile; TMA is the memory accelerator
+that loads them."""
 
 
 def sdpa_attend(masks: Sequence[Tensor | None]) -> Attend:
@@ -91,9 +106,7 @@ def block_mask_from_tables(
 
 
 def kernel_options(head_dim: int, capability: tuple[int, int] | None) -> dict[str, Any]:
-    """Tiles of the block-sparse kernels where others than Inductor's own were measured to be faster.
-
-    On Hopper its tensor memory accelerator loads the tiles of the backward kernel (docs/speed.md has the figures).
+    """Tiles of the block-sparse kernels where others than Inductor's own were measured to be faster (docs/speed.md).
 
     Args:
         capability: of the device; None on a CPU.
@@ -104,7 +117,6 @@ def kernel_options(head_dim: int, capability: tuple[int, int] | None) -> dict[st
     return {
         **{f"fwd_{name}": value for name, value in forward.items()},
         **{f"bwd_{name}": value for name, value in backward.items()},
-        "bwd_USE_TMA": True,
     }
 
 
