@@ -18,9 +18,10 @@ from draftline.demo import demo_config
 from draftline.errors import ConfigError, DataError
 from draftline.run import train
 from draftline.serving.export import export_drafter
+from draftline.serving.importing import load_drafter
 from draftline.settings import parse_run
 from draftline.setup import check_target
-from tests.oracles.tiny import random_drafter
+from tests.oracles.tiny import random_drafter, tiny_spec
 
 SETTINGS = (
     "--target.path=builtin:tiny",
@@ -212,6 +213,27 @@ def test_export_measures_writes_a_card_and_proves_the_folder(run: Path, form: st
         "decoded with and without the drafter 1/1",
         "replayed with the exported folder 3/3",
     ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--target=builtin:tiny",), ("--target=builtin:tiny", "--format=speculators")],
+    ids=["alone", "with its target", "as speculators"],
+)
+def test_export_replaces_another_drafter_when_it_is_told_to_and_not_before(
+    run: Path, tmp_path: Path, flags: tuple[str, ...]
+):
+    other = random_drafter(tiny_spec(), dtype=torch.bfloat16)
+    out = export_drafter(other.spec, other.state_dict(), tmp_path / "out")
+    refused = draftline("export", str(run), str(out), *flags, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--overwrite to replace it" in refused.stderr
+    done = draftline("export", str(run), str(out), *flags, "--overwrite", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    trained = load_drafter(run / "drafter")[1].state_dict()
+    assert all(
+        torch.equal(tensor, trained[name]) for name, tensor in load_drafter(out, 4)[1].state_dict().items()
+    )
 
 
 def test_export_without_a_target_says_what_needs_one(run: Path):
