@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.options import PlanOptions
 from draftline.paths import builtin_conversations
 from draftline.pipeline import planning
+from draftline.pipeline.calibrate import random_target
 from draftline.pipeline.memory import device_memory
 from draftline.pipeline.placement import GIB
 from draftline.pipeline.plan import make_plan
@@ -30,7 +32,8 @@ from draftline.pipeline.planning import (
 from draftline.plan_command import plan_run
 from draftline.settings import parse_plan
 from draftline.setup import check_target
-from draftline.target.load import sketch_target
+from draftline.target.forward import decoder_layers
+from draftline.target.load import Target, sketch_target
 
 SMALL = ["--rows.token-budget", "256", "--rows.block-budget", "32", "--drafter.num-layers", "2"]
 SMALL += ["--drafter.num-taps", "3"]
@@ -120,6 +123,38 @@ def test_timing_runs_the_real_workers_of_both_sides():
     assert timed.times.target_s == timed.calibration.target_s > 0
     assert timed.times.drafter_s > timed.calibration.drafter_s > 0
     assert timed.tokens_per_s(timed.chosen) == pytest.approx(timed.chosen.rows_per_s * timed.tokens_per_row)
+
+
+def test_sides_that_do_not_fit_together_are_timed_one_after_the_other(monkeypatch: pytest.MonkeyPatch):
+    config, spec, target = given()
+    made: list[Target] = []
+
+    def random_and_kept(*arguments: Any) -> Target:
+        made.append(random_target(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(planning, "random_target", random_and_kept)
+    monkeypatch.setattr(planning, "_way_to_time", lambda *_: ("apart", None))
+    timed = propose(config, spec, target, Hardware(2, GIB, "cpu"), timed=True)
+    assert timed.calibration is not None
+    assert timed.times.target_s > 0
+    assert timed.times.drafter_s > 0
+    layers = decoder_layers(made[0].model)[2]
+    assert not any(parameter.numel() for layer in layers for parameter in layer.parameters())
+
+
+def test_what_a_device_here_cannot_hold_is_not_timed_and_the_plan_says_so(gpus):
+    config, spec, target = given()
+    costs = run_costs(config, spec, target, make_plan(config.placement))
+    both, one = costs.bytes_of("colocated", 1, 1)[0], max(costs.bytes_of("split", 1, 1))
+    cuda = torch.device("cuda", 0)
+    found = []
+    for room in (both, one, one - 2**20):
+        gpus(1, int(room / 0.93) + 1)
+        found.append(planning._way_to_time(costs, cuda))
+    assert [way for way, _ in found] == ["together", "apart", None]
+    assert "Nothing was timed: the target needs" in found[2][1]
+    assert planning._way_to_time(costs, torch.device("cpu")) == ("together", None)
 
 
 def test_auto_among_several_gpus_is_decided_by_operations_and_memory(gpus):

@@ -41,6 +41,7 @@ def plan_values(proposal: Proposal) -> dict[str, Any]:
         "drafter_weights": costs.drafter.num_weights,
         "target_s": proposal.times.target_s if proposal.source != "counted" else None,
         "drafter_s": proposal.times.drafter_s if proposal.source != "counted" else None,
+        "untimed": proposal.untimed,
         "peak_gib": _gib(proposal.calibration.peak_bytes) if proposal.calibration else None,
         "options": [_option_values(proposal, option) for option in proposal.options],
     }
@@ -86,7 +87,9 @@ def show_proposal(proposal: Proposal, placement: PlacementConfig, console: Conso
     if placement != PlacementConfig():
         asked = placement.model_dump(exclude_defaults=True)
         console.print(f"The run itself names its placement, which `train` keeps: {asked}", soft_wrap=True)
-    if proposal.source == "counted":
+    if proposal.untimed is not None:
+        console.print(proposal.untimed, soft_wrap=True)
+    elif proposal.source == "counted":
         console.print(
             "No GPU is here to be timed: add --tflops (what one device reaches on this, 500 for an H200) for tokens/s",
             soft_wrap=True,

@@ -6,6 +6,7 @@ captured on CUDA; then rows are replayed and timed, each side by itself.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from draftline.pipeline.job import Job, max_documents
 from draftline.pipeline.placement import SideTimes
 from draftline.pipeline.plan import Plan
 from draftline.pipeline.schedule import Schedule
+from draftline.target.forward import decoder_layers
 from draftline.target.load import Target, build_model, wrap_target
 from draftline.target.selftest import choose_form
 
@@ -50,7 +52,7 @@ class Calibration:
     target_peak_bytes: int | None
     """Of device memory with the target's worker alone; None on a CPU."""
     peak_bytes: int | None
-    """With both workers; None on a CPU."""
+    """With both workers; None on a CPU, and where they were timed apart."""
 
     def times(self, rows_per_step: int) -> SideTimes:
         """Seconds a row of each side; the update is shared by the rows of a step."""
@@ -96,17 +98,21 @@ def calibration_job(
     )
 
 
-def calibrate(job: Job) -> Calibration:
+def calibrate(job: Job, *, apart: bool = False) -> Calibration:
     """Build both workers of `job` and time them, in a thread of its own as in a run.
+
+    Args:
+        apart: for a device that cannot hold both: the target's layers are thrown away once they are timed, and the
+            drafter reads random taps.
 
     Raises:
         AttentionFallbackError: the drafter's attention is not the promised kernel.
         StallError: it took longer than the start-up may.
-        torch.OutOfMemoryError: the two do not fit on one device.
+        torch.OutOfMemoryError: they do not fit on the device.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="calibration")
     try:
-        return pool.submit(_calibrate, job).result(job.deadlines.startup_timeout_s)
+        return pool.submit(_calibrate, job, apart).result(job.deadlines.startup_timeout_s)
     except TimeoutError:
         raise StallError(
             f"timing both sides took longer than deadlines.startup_timeout_s={job.deadlines.startup_timeout_s:g}"
@@ -115,7 +121,7 @@ def calibrate(job: Job) -> Calibration:
         pool.shutdown(wait=False)
 
 
-def _calibrate(job: Job) -> Calibration:
+def _calibrate(job: Job, apart: bool) -> Calibration:
     device = job.target.device
     place, replicas = Place.on(device), Replicas(job.target)
     rows = [job.source.row(index) for index in range(NUM_WARM + NUM_TIMED)]
@@ -123,9 +129,15 @@ def _calibrate(job: Job) -> Calibration:
         with gate.compiling("calibration", deadline_s=job.deadlines.startup_timeout_s):
             target = build_target(job, replicas, place, "calibration")
         target_s = _median_s(lambda i: (target.forward.load(rows[i]), target.step.replay()), place)
-        target_peak = _peak(device)
+        target_peak, taps = _peak(device), target.forward.out
+        if apart:
+            taps = None
+            del target
+            _drop_layers(job.target)
         with gate.compiling("calibration", deadline_s=job.deadlines.startup_timeout_s):
-            drafter = build_drafter(job, replicas, place, "calibration", 0, target.forward.out)
+            drafter = build_drafter(job, replicas, place, "calibration", 0, taps)
+        if apart:
+            drafter.taps.normal_()
         member = drafter.member
         per_step = job.schedule.rows_per_drafter
         drafter_s = _median_s(
@@ -138,8 +150,18 @@ def _calibrate(job: Job) -> Calibration:
         update_s,
         statistics.mean(row.starts[-1] for row in rows),
         target_peak,
-        _peak(device),
+        None if apart else _peak(device),
     )
+
+
+def _drop_layers(target: Target) -> None:
+    """Give back the memory of the decoder's layers; embedding and head stay."""
+    for layer in decoder_layers(target.model)[2]:
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.new_empty(0)
+    gc.collect()
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _peak(device: torch.device) -> int | None:

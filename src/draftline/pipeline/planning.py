@@ -90,6 +90,8 @@ class Proposal:
     """Rows of the whole run; None without a prepared data set."""
     tokens_per_row: float
     """Padding excluded."""
+    untimed: str | None = None
+    """Why nothing was timed although it was asked for."""
 
     def tokens_per_s(self, option: Option) -> float | None:
         """Target tokens a second."""
@@ -149,7 +151,8 @@ def propose(
     costs = run_costs(config, spec, sketch, plan)
     store = planned_store(config, spec.vocab_size)
     source = RowSource(store, row_shape(config, spec, plan.backend), config.seed)
-    calibration = _time_both(config, spec, sketch, plan, store) if timed else None
+    way, untimed = _way_to_time(costs, plan.targets[0]) if timed else (None, None)
+    calibration = _time_both(config, spec, sketch, plan, store, apart=way == "apart") if way else None
     if calibration is not None:
         times = calibration.times(config.optim.rows_per_step)
     else:
@@ -170,6 +173,25 @@ def propose(
         calibration=calibration,
         num_rows=_num_rows(config, source) if isinstance(store, TokenStore) else None,
         tokens_per_row=float(store.lengths.sum()) / source.rows_in(1.0),
+        untimed=untimed,
+    )
+
+
+def _way_to_time(
+    costs: Costs, device: torch.device
+) -> tuple[Literal["together", "apart"] | None, str | None]:
+    """How both sides can be timed on a device here, or why they cannot."""
+    if device.type != "cuda":
+        return "together", None
+    room = torch.cuda.get_device_properties(device).total_memory * (1 - HEADROOM)
+    if costs.bytes_of("colocated", 1, 1)[0] <= room:
+        return "together", None
+    target, drafter = costs.bytes_of("split", 1, 1)
+    if max(target, drafter) <= room:
+        return "apart", None
+    return None, (
+        f"Nothing was timed: the target needs {target / GIB:.3g} GiB and the drafter {drafter / GIB:.3g} GiB of a "
+        f"device, of {device} {room / GIB:.3g} GiB may be used; times are counted"
     )
 
 
@@ -190,7 +212,7 @@ def planned_store(config: RunConfig, vocab_size: int) -> DocumentStore:
 
 
 def _time_both(
-    config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan, store: DocumentStore
+    config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan, store: DocumentStore, *, apart: bool
 ) -> Calibration:
     device = plan.targets[0]
     plan = replace(plan, mode="colocated", targets=(device,), drafters=(device,))
@@ -198,9 +220,10 @@ def _time_both(
     dtype = resolve_dtype(config.target.dtype, device, torch_dtype(target_config.dtype))
     loaded = random_target(config.target, target_config, dtype, device)
     shape = row_shape(config, spec, plan.backend)
-    return calibrate(
-        calibration_job(loaded, spec, plan, shape, store, config.loss.chunk_rows, config.optim.rows_per_step)
+    job = calibration_job(
+        loaded, spec, plan, shape, store, config.loss.chunk_rows, config.optim.rows_per_step
     )
+    return calibrate(job, apart=apart)
 
 
 def _num_rows(config: RunConfig, source: RowSource) -> int:
