@@ -188,6 +188,25 @@ def test_after_a_withheld_step_nothing_changes_until_the_host_has_learned_of_it(
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_while_a_graph_is_made_change_nothing_and_the_next_step_is_the_usual_one(dtype: torch.dtype):
+    warmed, usual = Flat.of(2, dtype), Flat.of(2, dtype)
+    first, second = (random_gradients(usual.parameters.parameters, seed) for seed in (0, 1))
+    for flat in (warmed, usual):
+        flat.step(first, 3.0, lr=1e-2)  # as in a resumed run, whose moments are not zero
+    left = warmed.state().tensors
+    for optimizer in warmed.optimizers:
+        optimizer.gradient.fill_(float("nan"))  # whatever lies there
+        with optimizer.withheld():
+            optimizer.update()
+    for name, tensor in warmed.state().tensors.items():
+        assert torch.equal(tensor, left[name]), name
+    for flat in (warmed, usual):
+        flat.step(second, 3.0, lr=1e-2)
+    for name, tensor in warmed.state().tensors.items():
+        assert torch.equal(tensor, usual.state().tensors[name]), name
+
+
 def test_a_step_without_any_weight_has_gradient_norm_zero_and_stays_finite():
     flat = Flat.of(2)
     norm = flat.step([torch.zeros_like(p) for p in flat.parameters.parameters], 0.0, lr=1e-2)
