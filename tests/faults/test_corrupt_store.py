@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from draftline.config import TargetConfig
 from draftline.console import Screen
 from draftline.data.commands import inspect_store
+from draftline.data.fingerprint import hash_file
 from draftline.data.prepare import prepare
 from draftline.data.store import open_store
 from draftline.errors import ConfigError, DataError
@@ -163,6 +165,22 @@ def test_all_damaged_shards_are_named_at_once_with_their_documents(damaged: Path
         DataError, match=r"(?s)00000.arrow is corrupt.*00002.arrow is missing; it held documents 80 to 159"
     ):
         open_store(damaged)
+
+
+def test_a_shard_that_the_disk_does_not_give_back_is_named_like_a_corrupt_one(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        if path.name == name_of(1):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return hash_file(path)
+
+    monkeypatch.setattr("draftline.data.integrity.hash_file", read)
+    with pytest.raises(
+        DataError, match=r"00001\.arrow cannot be read \(.*Input/output error.*documents 40 to 79"
+    ):
+        open_store(damaged)
+    assert len(open_store(damaged, on_corrupt="skip")) == 120
 
 
 def test_skipping_leaves_out_the_documents_of_a_damaged_shard_and_no_others(

@@ -28,7 +28,7 @@ class Damage:
 
 
 def find_damage(folder: Path, shards: Sequence[dict[str, Any]], *, verify: bool) -> list[Damage]:
-    """Shards of a manifest that are missing, of another size or, with `verify`, of another sha256.
+    """Shards of a manifest that are missing, unreadable, of another size or, with `verify`, of another sha256.
 
     Shards are read in parallel. One that holds what another one should is said to.
     """
@@ -47,7 +47,10 @@ def _reason(path: Path, shard: dict[str, Any], shards: Sequence[dict[str, Any]],
         return "is missing"
     if path.stat().st_size == shard["bytes"] and not verify:
         return None
-    found = hash_file(path)
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        return f"cannot be read ({error})"
     if found == shard["sha256"]:
         return None
     if swapped := [other["file"] for other in shards if other["sha256"] == found]:
