@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftline import optim
 from draftline.config import OptimConfig
 from draftline.drafter.model import Drafter
 from draftline.optim import (
@@ -265,6 +268,32 @@ def test_weights_that_are_bfloat16_already_are_taken_as_they_are():
     parameters = FlatParameters(narrow, 1, torch.bfloat16)
     views = parameters.layout.views(parameters.weights)
     assert all(torch.equal(views[name], weight) for name, weight in given.items())
+
+
+class LargestInt32(TorchDispatchMode):
+    """Elements of the largest tensor that was made of a float32's bits."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.int32:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_masters_are_taken_apart_and_put_together_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    """At once they would take several times their own memory, which no plan counts."""
+    monkeypatch.setattr(optim, "PIECE", 1000)
+    parameters = FlatParameters(drafter(), 2, torch.bfloat16)
+    with LargestInt32() as seen:
+        optimizer = ShardedAdamW(parameters, 1, 2, CONFIG)
+        state = optimizer.state()
+        optimizer.load_state(state)
+    assert len(optimizer.weights) > 4000
+    assert 0 < seen.largest <= 1000
+    assert torch.equal(state["master"], parameters.initial_masters(optimizer.slice))
+    assert torch.equal(optimizer.state()["master"], state["master"])
 
 
 def test_the_first_row_of_a_step_replaces_what_the_last_step_left():

@@ -22,7 +22,8 @@ ALIGNMENT = 128
 HALF = 0x8000
 """Half a unit in the last place of bfloat16, in the bits of a float32."""
 PIECE = 2**26
-"""Elements whose masters exist at one time while they are copied to the host."""
+"""Elements whose masters are taken apart or put together at one time: all of them would take the memory that halves
+save, and more."""
 EPSILON = 1e-8
 """Of AdamW's denominator."""
 
@@ -214,7 +215,10 @@ class ShardedAdamW:
         self.weights = parameters.weights[self.slice]
         self.rest: Tensor | None = None
         if parameters.weights.dtype == torch.bfloat16:
-            self.rest = split(parameters.initial_masters(self.slice))[1]
+            self.rest = torch.empty(len(self.weights), dtype=torch.int16, device=device)
+            for piece in _pieces(len(self.weights)):
+                start, stop = self.slice.start + piece.start, self.slice.start + piece.stop
+                self.rest[piece].copy_(split(parameters.initial_masters(slice(start, stop)))[1])
         self.exp_avg, self.exp_avg_sq = torch.zeros(2, len(self.weights), device=device).unbind()
         # a single drafter steps straight from its own sums
         self.gradient = parameters.gradients if num_shards == 1 else torch.zeros_like(self.exp_avg)
@@ -295,15 +299,23 @@ class ShardedAdamW:
     def _master_on_host(self) -> Tensor:
         if self.rest is None:
             return self.weights.to("cpu", copy=True)
-        # piece by piece: a whole float32 copy would take the memory that splitting saved
-        pieces = zip(self.weights.split(PIECE), self.rest.split(PIECE), strict=True)
-        return torch.cat([join(weights, rest).cpu() for weights, rest in pieces])
+        pieces = _pieces(len(self.weights))
+        return torch.cat([join(self.weights[piece], self.rest[piece]).cpu() for piece in pieces])
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Write a saved state to the existing addresses, so that captured graphs stay valid."""
         self.exp_avg.copy_(state["exp_avg"])
         self.exp_avg_sq.copy_(state["exp_avg_sq"])
         self.num_steps.copy_(state["step"])
-        self.weights.copy_(compute_weights(state["master"], self.weights.dtype))
-        if self.rest is not None:
-            self.rest.copy_(split(state["master"])[1])
+        for piece in _pieces(len(self.weights)):
+            master = state["master"][piece]
+            if self.rest is None:
+                self.weights[piece].copy_(master)
+                continue
+            upper, lower = split(master)
+            self.weights[piece].copy_(upper)
+            self.rest[piece].copy_(lower)
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    return (slice(start, min(start + PIECE, size)) for start in range(0, size, PIECE))
