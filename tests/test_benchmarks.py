@@ -108,9 +108,10 @@ def beside_peers(folder: Path, *more: str) -> tuple[subprocess.CompletedProcess[
     return run, out
 
 
-def test_peers_that_are_not_installed_or_break_are_lines_that_say_why(tmp_path: Path):
-    run, out = beside_peers(tmp_path)
-    assert run.returncode == 0, run.stderr
+def test_peers_that_are_not_installed_or_break_are_lines_that_say_why_and_errors_where_they_are_required(
+    tmp_path: Path,
+):
+    run, out = beside_peers(tmp_path, "--require", "speculators")
     own, broken, absent = json.loads(out.read_text())["results"]
     assert own["peer"] == "draftline"
     assert own["share_of_peak"] > 0
@@ -119,17 +120,12 @@ def test_peers_that_are_not_installed_or_break_are_lines_that_say_why(tmp_path: 
     assert [broken["step_ms"], absent["step_ms"]] == [None, None]
     assert "not installed: kept out of this test" in run.stdout
     assert "Traceback" in run.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "why", "measured"),
-    [
-        ("specforge", "not installed: kept out of this test", False),
-        ("speculators", "failed: RuntimeError: out of order", True),
-    ],
-)
-def test_a_required_peer_without_figures_is_an_error(name: str, why: str, measured: bool, tmp_path: Path):
-    run, out = beside_peers(tmp_path, "--require", name)
+    assert "--require speculators: failed: RuntimeError: out of order" in run.stderr  # and not the other's
     assert run.returncode == 1
-    assert f"--require {name}: {why}" in run.stderr
-    assert out.exists() is measured  # an absent one is known before anything is measured
+
+
+def test_a_required_peer_that_is_not_installed_is_an_error_before_anything_is_measured(tmp_path: Path):
+    run, out = beside_peers(tmp_path, "--require", "specforge")
+    assert run.returncode == 1
+    assert "--require specforge: not installed: kept out of this test" in run.stderr
+    assert not out.exists()
