@@ -160,16 +160,18 @@ def test_a_failure_reaches_those_who_wait_for_the_disk():
 
     def follow() -> None:
         for event in Engine(job, is_safe=lambda: len(taken) < 2).events():
+            last[0] = time.monotonic()
             if isinstance(event, ShardState):
                 taken.append(event)
-                begun[0] = time.monotonic()
 
-    begun = [0.0]
+    last = [
+        time.monotonic()
+    ]  # when the main thread last heard of anything; on a busy machine the fault may be first
     before = set(threading.enumerate())
     # by row 6 all drafters wait at the second boundary; the target still works ahead
     with armed(Fault(worker="target-0", where="row", at=6, kind="raise")), pytest.raises(InjectedFaultError):
         follow()
-    assert time.monotonic() - begun[0] < WITHIN_S
+    assert time.monotonic() - last[0] < WITHIN_S
     assert set(threading.enumerate()) == before
 
 

@@ -64,6 +64,21 @@ def test_the_stall_names_the_cause_before_those_who_starve_behind_it(
     assert "threads:" in (caught.value.stacks or "")
 
 
+def test_those_behind_are_named_though_the_last_rows_kept_them_busy_for_longer(
+    watchdog: Watchdog, clock: Clock
+) -> None:
+    watchdog.beat("target-1", "forward", 17)
+    clock.now += 20
+    watchdog.beat("drafter-0", "waiting for a row", 17, waiting=True)
+    clock.now += 80
+    watchdog.beat("drafter-1", "waiting for a row", 18, waiting=True)  # of late: that is no starving yet
+    clock.now += 25
+    with pytest.raises(
+        StallError, match=r"target-1 in .forward.*Starving behind: drafter-0 [^;]* for 105\.0 s\n"
+    ):
+        watchdog.require_progress(120)
+
+
 def test_workers_that_all_wait_for_each_other_are_told_as_such(watchdog: Watchdog, clock: Clock) -> None:
     watchdog.beat("drafter-0", "waiting for a row", 17, waiting=True)
     watchdog.beat("target-0", "waiting for a slot", 20, waiting=True)

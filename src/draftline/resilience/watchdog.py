@@ -108,7 +108,10 @@ class Watchdog:
             return
         if not stalled:
             return
-        error = StallError(f"no progress for {timeout_s:g} s: {self.describe(stalled)}", self.dump(depths()))
+        # those behind it had its last rows to work on, so they have waited for less long
+        behind = [beat for beat in self.stalled(timeout_s / 2) if beat.waiting]
+        told = [*causes, *behind] if causes else stalled
+        error = StallError(f"no progress for {timeout_s:g} s: {self.describe(told)}", self.dump(depths()))
         blame(error, (causes or stalled)[0].worker, (causes or stalled)[0].row)
         raise error
 
