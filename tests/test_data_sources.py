@@ -141,6 +141,21 @@ def test_a_path_that_is_not_there_and_a_folder_without_data_are_errors(tmp_path)
         resolve_source(tmp_path)
 
 
+def test_a_source_without_a_name_is_not_the_present_folder(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(LINES[0])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="the source has no name"):
+        resolve_source("")
+
+
+def test_a_folder_with_the_ending_of_a_file_is_no_file_of_its_parent(tmp_path):
+    (tmp_path / "store.jsonl").mkdir()
+    with pytest.raises(DataError, match="holds no file that ends in"):
+        resolve_source(tmp_path)
+    (tmp_path / "a.jsonl").write_text(LINES[0])
+    assert resolve_source(tmp_path).files == (tmp_path / "a.jsonl",)
+
+
 def test_a_row_that_cannot_be_told_from_another_is_counted_as_a_duplicate(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([LINES[0], LINES[1], LINES[0]]))
     assert prepare(tmp_path / "a.jsonl", make_tokenizer(), tmp_path / "store").duplicates == 1

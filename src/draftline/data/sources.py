@@ -108,11 +108,15 @@ def resolve_source(name: str | Path) -> Source:
     """Find the files of a source, or recognise the name of a hub data set.
 
     Raises:
-        DataError: nothing is there, a folder holds no data files, or a file has no known suffix.
+        DataError: nothing is named or there, a folder holds no data files, or a file has no known suffix.
     """
+    if not str(name):
+        raise DataError("the source has no name ('', which would mean this folder); name a file or folder")
     path = Path(name)
     if path.is_dir():
-        files = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES)))
+        files = tuple(
+            sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(_SUFFIXES))
+        )
         if not files:
             raise DataError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}")
         return Source(str(name), files)
