@@ -30,7 +30,7 @@ from draftline.data.synthesize import (
 from draftline.data.template import ChatTemplate, TemplateOptions
 from draftline.embedded import embedded_path
 from draftline.embedded import unseen_prompts as embedded_test_prompts
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 from tests.data_server import Chat, serving
 from tests.data_tokenizer import CHATML, ENDED_BY_NEXT, make_tokenizer
 
@@ -110,7 +110,10 @@ def test_every_turn_of_a_conversation_is_answered_after_the_answers_before(greed
 def test_a_prompt_that_leaves_no_room_for_an_answer_fails_with_both_lengths(greedy):
     (failed,) = LocalWriter(greedy, "tiny", 4).finish(iter([ask("word " * greedy.limit)]))
     assert isinstance(failed, Failed)
-    assert f"{greedy.limit - 24} leave room" in failed.words
+    assert (
+        f"with an answer of 24 (max_new_tokens) it is longer than the target's context of {greedy.limit}"
+        in failed.words
+    )
 
 
 def test_sampled_answers_follow_from_the_seed():
@@ -199,6 +202,13 @@ def test_a_target_that_writes_no_usable_turn_is_given_up_with_examples(tmp_path)
     writer = Scripted(("x", True), ("and so on and", False))
     with pytest.raises(DataError, match=r"only 0 of \d+ user turns .* too short .*'x'"):
         synthesize(writer, tmp_path / "p.jsonl", SynthesizeOptions(count=5))
+
+
+def test_an_answer_as_long_as_the_context_is_refused_with_the_flag_to_lower():
+    with pytest.raises(
+        ConfigError, match=r"answer of 2048 tokens .* context of 2048 tokens .*lower --max-new-tok"
+    ):
+        embedded("tiny", max_new_tokens=2048)
 
 
 def test_the_header_is_what_the_template_puts_round_a_users_words():

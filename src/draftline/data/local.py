@@ -15,13 +15,18 @@ from draftline.data.reasons import UnusableRow
 from draftline.data.sampling import Sampling
 from draftline.data.server import Failed
 from draftline.data.template import ChatTemplate, TemplateOptions
+from draftline.errors import ConfigError
 
 _WINDOW = 8
 """Batches that are read ahead, so that prompts of like length share a batch and little is padded."""
 
 
 class LocalModel:
-    """A model with its tokenizer, asked for batches of continuations."""
+    """A model with its tokenizer, asked for batches of continuations.
+
+    Raises:
+        ConfigError: the longest answer fills the target's context.
+    """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, seed: int = 0
@@ -39,6 +44,11 @@ class LocalModel:
         """Rows of a padded head that stand for no token: they must not be drawn."""
         self.limit: int = model.config.get_text_config().max_position_embeddings
         """Tokens that a prompt and its answer may have together."""
+        if sampling.max_new_tokens >= self.limit:
+            raise ConfigError(
+                f"an answer of {sampling.max_new_tokens} tokens (max_new_tokens) leaves no room for a prompt in the "
+                f"target's context of {self.limit} tokens (max_position_embeddings); lower --max-new-tokens"
+            )
 
     def continue_batch(self, prompts: list[list[int]], number: int) -> list[list[int]]:
         """Generated ids of each prompt, up to and with its stop token.
@@ -125,9 +135,12 @@ class LocalWriter:
         except UnusableRow as unusable:
             return str(unusable)
         ids: Any = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        room = model.limit - model.sampling.max_new_tokens
+        answer = model.sampling.max_new_tokens
+        if len(ids) + answer <= model.limit:
+            return ids
         return (
-            ids if len(ids) <= room else f"the prompt has {len(ids)} tokens, {room} leave room for an answer"
+            f"the prompt has {len(ids)} tokens; with an answer of {answer} (max_new_tokens) it is longer than the "
+            f"target's context of {model.limit} tokens (max_position_embeddings)"
         )
 
     def _answer(self, batch: list[tuple[Dialogue, list[int]]]) -> Iterator[tuple[Dialogue, bool]]:
