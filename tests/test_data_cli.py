@@ -284,6 +284,11 @@ def test_inspect_refuses_a_page_that_cannot_be_written_and_two_selections_at_onc
         draftline("inspect", store, "--target=builtin:tiny", "--document=1", "--source=2")
 
 
+def test_a_file_in_place_of_a_store_is_said_to_be_one(chats):
+    with pytest.raises(DataError, match=r"chats\.jsonl is a file, not a token store"):
+        draftline("inspect", chats, "--target=builtin:tiny")
+
+
 def test_inspect_writes_a_page_or_json_as_asked(chats, tmp_path, capsys):
     store, page = tmp_path / "store", tmp_path / "page.html"
     answered(capsys, "prepare", chats, store, "--target=builtin:tiny")

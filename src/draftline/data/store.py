@@ -166,7 +166,9 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (NotADirectoryError, json.JSONDecodeError) as error:
+    except NotADirectoryError:
+        raise DataError(f"{path} is a file, not a token store; name the folder of one") from None
+    except json.JSONDecodeError as error:
         raise DataError(f"{path / MANIFEST} cannot be read ({error}); prepare the store again") from None
 
 
