@@ -104,6 +104,16 @@ def test_the_newest_checkpoint_is_known_once_the_folder_was_checked(tmp_path: Pa
     assert newest_checkpoint(tmp_path / "elsewhere") is None
 
 
+def test_a_folder_that_was_removed_under_a_run_is_told_with_a_sentence(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    saver = checkpointer(root)
+    saver.load_latest()
+    root.rmdir()
+    with pytest.raises(CheckpointError, match="is gone: it was removed while the run wrote to it"):
+        saver.save(snapshot(10))
+    assert saver.newest is None, "what ends the run is told, not that nothing can be resumed"
+
+
 def test_room_for_all_checkpoints_that_stay_is_asked_for_before_a_run(tmp_path: Path) -> None:
     class SmallDisk(CheckpointFileSystem):
         def free_bytes(self, path: Path) -> int:  # noqa: ARG002 - whatever the folder

@@ -141,12 +141,17 @@ class Checkpointer:
         Raises:
             DiskFullError: less than twice the snapshot's size is free, or the previous write filled the disk.
             StallError: the previous write passed its deadline.
-            CheckpointError: the previous write failed, or this step exists already.
+            CheckpointError: the previous write failed, the folder is gone, or this step exists already.
             ValueError, TypeError: the snapshot cannot be written (`Snapshot.require_writable`).
         """
         assert self._ready, "load_latest() comes first: it clears what a kill left behind"
         self.wait()
         snapshot.require_writable()
+        if not self._root.is_dir():
+            raise CheckpointError(
+                f"{self._root} is gone: it was removed while the run wrote to it. Put it back if you can, and run "
+                "the same command again"
+            )
         if any(step >= snapshot.step for step in steps_in(self._root)):
             raise CheckpointError(f"{self._root} already holds step {snapshot.step} or a later one")
         require_space(self._fs, self._root, snapshot.size)

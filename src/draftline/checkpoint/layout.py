@@ -19,7 +19,9 @@ def checkpoint_name(step: int) -> str:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps of all checkpoints of a folder, ascending, whether they are good or not."""
+    """Steps of all checkpoints of a folder, ascending, whether they are good or not; none where there is no folder."""
+    if not root.is_dir():
+        return []
     matches = ((path.name, _STEP.fullmatch(path.name)) for path in root.iterdir())
     steps = [(name, int(match[1])) for name, match in matches if match]
     return sorted(step for name, step in steps if name == checkpoint_name(step))

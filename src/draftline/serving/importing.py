@@ -47,7 +47,7 @@ def find_drafter(path: Path) -> Path:
     if (path / EXPORT / "config.json").is_file():
         return path / EXPORT
     checkpoints = path / CHECKPOINTS
-    steps = steps_in(checkpoints) if checkpoints.is_dir() else []
+    steps = steps_in(checkpoints)
     if not steps:
         raise ConfigError(
             f"{path} is neither a drafter, a checkpoint nor a run folder with one of them; one on the hub is "
