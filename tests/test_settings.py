@@ -102,9 +102,35 @@ def test_every_command_names_what_is_near_an_unknown_flag(
     assert answer in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_setting_that_is_not_given_is_named():
-    with pytest.raises(ConfigError, match="data is missing, or what it needs"):
-        parse_run([flag for flag in NEEDED if not flag.startswith("--data")])
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [
+        ("--data", r"data is missing; set data\.path in the run\.yaml, or give --data\.path$"),
+        (
+            "--optim",
+            r"optim is missing; set optim\.steps or optim\.epochs in the run\.yaml, or give --optim\.steps or",
+        ),
+        ("--output", r"output is missing; set output in the run\.yaml, or give --output$"),
+    ],
+)
+def test_a_setting_that_is_not_given_is_named_with_what_of_it_is_needed(left_out: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        parse_run([flag for flag in NEEDED if not flag.startswith(left_out)])
+
+
+def test_a_value_where_settings_belong_is_said_to_be_one(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("target: builtin:tiny\n")
+    with pytest.raises(
+        ConfigError, match=r"target='builtin:tiny' is a group of settings, not a value; .*optim\.st"
+    ):
+        parse_run([str(tmp_path / "run.yaml")])
+
+
+def test_an_output_without_a_name_is_refused_instead_of_filling_the_present_folder():
+    others = [flag for flag in NEEDED if not flag.startswith("--output")]
+    with pytest.raises(ConfigError, match="output='' would be the present folder"):
+        parse_run([*others, "--output="])
+    assert parse_run([*others, "--output=."]).output == Path()
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ class RunConfig(Frozen):
     target: TargetConfig
     data: DataConfig
     output: Path
-    """Folder of the run; one run at a time."""
+    """Folder of the run; one run at a time. The present folder is `.`, never an empty name."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Every row, anchor and initial weight follows from it."""
     rows: RowConfig = RowConfig()
@@ -236,6 +236,13 @@ class RunConfig(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _output_is_named(cls, given: object) -> object:
+        if given == "":
+            raise ValueError("output='' would be the present folder; name a folder, or . if that is meant")
+        return given
 
     @model_validator(mode="after")
     def _blocks_are_tiled(self) -> Self:
@@ -305,6 +312,21 @@ class DrafterSpec(Frozen):
         return getattr(self, name)
 
 
+_NEEDED = {
+    "target": ("target.path",),
+    "data": ("data.path",),
+    "optim": ("optim.steps", "optim.epochs"),
+}
+"""Groups that a run must name, and what of them has no default."""
+
+
+def missing(name: str) -> str:
+    """What to say of a setting, or of a group of them, that a run must name."""
+    parts = _NEEDED.get(name, (name,))
+    flags = " or ".join("--" + part.replace("_", "-") for part in parts)
+    return f"{name} is missing; set {' or '.join(parts)} in the run.yaml, or give {flags}"
+
+
 def explain(error: ValidationError) -> str:
     """Pydantic's complaints as one readable sentence each: the setting, its value, the reason."""
     return "; ".join(_explain(item) for item in error.errors())
@@ -314,7 +336,11 @@ def _explain(item: ErrorDetails) -> str:
     where = ".".join(str(part) for part in item["loc"])
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "missing":
-        return f"{where} is missing; set it in the file or as --{where.replace('_', '-')}"
+        return missing(where)
+    if item["type"] == "model_type":
+        return (
+            f"{where}={item['input']!r} is a group of settings, not a value; write {where}: {{name: value}}"
+        )
     if item["type"] == "value_error":
         return message
     return f"{where}={item['input']!r}: {message}"

@@ -13,7 +13,7 @@ import yaml
 from cyclopts import App, Parameter
 from pydantic import ValidationError
 
-from draftline.config import RunConfig, explain
+from draftline.config import RunConfig, explain, missing
 from draftline.errors import ConfigError
 
 
@@ -156,10 +156,8 @@ def parse_run(tokens: Sequence[str]) -> RunConfig:
     try:
         _, bound, _ = parser.parse_args(flags, exit_on_error=False, print_error=False)
     except cyclopts.MissingArgumentError as error:
-        name = error.argument.name if error.argument else "a setting"
-        plain = name.lstrip("-")
         raise ConfigError(
-            f"{plain} is missing, or what it needs; give it in the run.yaml ({plain}: ...) or by flags ({name}...)"
+            missing(error.argument.name.lstrip("-") if error.argument else "a setting")
         ) from None
     except cyclopts.CycloptsError as error:
         raise ConfigError(sentence(error)) from None
