@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -10,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from draftline.errors import CheckpointError, ConfigError
+from draftline.checkpoint.files import CheckpointFileSystem
+from draftline.errors import CheckpointError, ConfigError, DiskFullError
 from draftline.serving.export import config_json, export_drafter, prove_export, serving_tensors
 from draftline.serving.importing import load_drafter
 from tests.oracles.tiny import FULL, MIXED, packed_row, random_drafter, row_hidden, tiny_spec
@@ -205,6 +207,34 @@ def test_a_drafter_that_cannot_be_read_is_not_replaced_unasked(tmp_path):
         export_drafter(drafter.spec, drafter.state_dict(), out)
     export_drafter(drafter.spec, drafter.state_dict(), out, overwrite=True)
     assert load_drafter(out)[0] == drafter.spec
+
+
+def test_an_export_that_fails_in_any_way_leaves_nothing_half_written(tmp_path, monkeypatch):
+    drafter = bf16_drafter()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointFileSystem, "sync_file", full)
+        with pytest.raises(DiskFullError, match="became full while exporting"):
+            export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter")
+    assert list(tmp_path.iterdir()) == []
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter", prove=interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_behind_is_no_obstacle(tmp_path):
+    drafter = bf16_drafter()
+    (tmp_path / ".tmp-drafter").mkdir()
+    (tmp_path / ".tmp-drafter" / "model.safetensors").write_bytes(b"cut")
+    export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter")
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
 def test_a_folder_with_other_files_is_never_replaced(tmp_path):

@@ -186,6 +186,15 @@ def test_an_export_over_another_drafter_is_refused_without_weights(trained, tmp_
         export_run(trained, tmp_path / "out", [], target, "z-lab", None, MeasureOptions(), QUIET)
 
 
+@pytest.mark.usefixtures("no_weights")
+def test_an_export_to_where_nothing_can_be_written_is_refused_without_weights(trained):
+    target = TargetConfig(path="builtin:tiny")
+    with pytest.raises(
+        ConfigError, match=r"/proc/out cannot be written: .*; nothing was exported\. Name another"
+    ):
+        export_run(trained, Path("/proc/out"), [], target, "z-lab", None, MeasureOptions(), QUIET)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_the_sketch_of_a_target_has_the_shapes_and_the_scale_of_its_weights(family, tmp_path):
     config = TargetConfig(path=str(save_target(tmp_path / family, family)))

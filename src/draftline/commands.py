@@ -31,7 +31,7 @@ from draftline.errors import ConfigError
 from draftline.options import GenerateOptions, MeasureOptions
 from draftline.pipeline.plan import available_devices
 from draftline.serving.card import Format, model_card, serve_lines
-from draftline.serving.export import export_drafter, export_speculators, refuse_occupied
+from draftline.serving.export import export_drafter, export_speculators, refuse_occupied, require_writable
 from draftline.serving.export_proof import Proof, prove_on_target
 from draftline.serving.importing import find_drafter, load_drafter, refuse_misfit
 from draftline.serving.speculators import Verifier
@@ -143,7 +143,8 @@ def export_run(
         overwrite: replace another drafter in `out`.
 
     Raises:
-        ConfigError: prompts or the speculators format without a target, or another drafter in `out`.
+        ConfigError: prompts or the speculators format without a target, another drafter in `out`, or `out` cannot be
+            written.
         CheckpointError: the drafter does not fit the target, or the folder is not what went in.
         DataError: the prompts cannot be read, or one is too long for the target.
     """
@@ -177,6 +178,7 @@ def _export_on_target(
     asked = _asked(sketch, prompts, options) if prompts else _greeting(sketch)
     module = _read_fitting(source, sketch)
     refuse_occupied(module.spec, module.state_dict(), out, overwrite=overwrite)
+    require_writable(out)
     loaded, module = _load_with(module, target, screen)
     if prompts:
         answers = _answers(loaded, asked, options, screen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.config import DrafterSpec
+from draftline.data.output import writing
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions
 from draftline.drafter.model import Drafter, drafter_of
-from draftline.errors import CheckpointError, ConfigError, DraftlineError
+from draftline.errors import CheckpointError, ConfigError
 from draftline.resilience.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
 from draftline.serving.importing import CONFIG, MODEL, load_drafter, match_tensors
 from draftline.serving.published import ARCHITECTURE, OWN_KEYS
@@ -129,7 +131,7 @@ def export_drafter(
         overwrite: replace another drafter in `out` too.
 
     Raises:
-        ConfigError: `out` exists and is not a drafter's folder, or that of another drafter.
+        ConfigError: `out` exists and is not a drafter's folder, or that of another drafter, or cannot be written.
         CheckpointError: the weights do not fit the spec, or the folder does not read back as written.
         DiskFullError: there is no room.
     """
@@ -165,19 +167,40 @@ def _export(
     card: str | None,
     prove: Callable[[Path], None],
 ) -> Path:
+    require_writable(out)
     tensors = serving_tensors(spec, weights)
-    temporary = out.with_name(TEMPORARY + out.name)
+    temporary = _temporary(out)
     with disk_failures_explained(out.parent, "exporting the drafter"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _write(temporary, tensors, {CONFIG: config} if card is None else {CONFIG: config, CARD: card})
         try:
+            _write(temporary, tensors, {CONFIG: config} if card is None else {CONFIG: config, CARD: card})
             prove_export(spec, tensors, temporary)
             prove(temporary)
-        except DraftlineError:
-            remove_tree(FileSystem(), temporary)
+        except BaseException:  # raised again: what is half written or not proved must not stay
+            with suppress(OSError):
+                remove_tree(FileSystem(), temporary)
             raise
         _put_in_place(temporary, out)
     return out
+
+
+def _temporary(out: Path) -> Path:
+    return out.with_name(TEMPORARY + out.name)
+
+
+def require_writable(out: Path) -> None:
+    """Make sure that a folder can be written as `out`, before minutes are spent on measuring what goes in.
+
+    Raises:
+        ConfigError: the disk refuses, such as one that is mounted read-only.
+        DiskFullError: there is no room for a folder.
+    """
+    temporary = _temporary(out)
+    with writing(out, "nothing was exported"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if temporary.exists():  # of an export that was killed
+            remove_tree(FileSystem(), temporary)
+        temporary.mkdir()
+        temporary.rmdir()
 
 
 def refuse_occupied(
