@@ -95,6 +95,16 @@ def test_a_target_without_a_chat_template_is_refused_without_weights(tmp_path):
 
 
 @pytest.mark.usefixtures("no_weights")
+def test_a_target_whose_weights_are_missing_is_refused_before_its_data_are_read(tmp_path):
+    target = Path(shutil.copytree(embedded_path("tiny"), tmp_path / "target"))
+    (target / "model.safetensors").unlink()
+    (tmp_path / "empty.jsonl").touch()
+    others = [flag for flag in changed(f"--target.path={target}") if not flag.startswith("--data.eval-path")]
+    flags = [*others, f"--data.eval-path={tmp_path / 'empty.jsonl'}", "--optim.steps=1"]
+    assert "model.safetensors is missing" in str(refusal(flags, tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("no_weights")
 def test_a_start_of_another_shape_is_refused_without_weights(tmp_path):
     drafter = random_drafter(tiny_spec(), dtype=torch.bfloat16)
     export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "other")

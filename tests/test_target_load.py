@@ -24,7 +24,9 @@ from draftline.target.load import (
     load_target,
     load_tokenizer,
     read_target_config,
+    require_weights,
     resolve_dtype,
+    sketch_target,
     tables_of,
     wrap_target,
 )
@@ -247,10 +249,24 @@ def test_progress_bars_are_for_terminals(terminal: bool, folder: Path, monkeypat
         enable_progress_bar()
 
 
-def test_a_target_without_safetensors_is_refused(folder: Path):
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+def test_a_target_without_weights_is_refused(folder: Path):
+    (folder / WEIGHTS).unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing; .*safetensors are needed"):
         load(folder)
+
+
+def test_a_target_with_a_pickle_only_is_refused_with_what_helps(folder: Path):
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model\.bin is a pickle, .* never opened; .*safe_seriali"
+    ):
+        load(folder)
+
+
+def test_what_needs_no_weights_is_told_of_a_folder_without_them(folder: Path):
+    (folder / WEIGHTS).unlink()
+    sketch = sketch_target(TargetConfig(path=str(folder)))
+    assert sketch.embedding.device.type == "meta"
 
 
 @pytest.mark.parametrize("kept", [0, 4, 7, 100, -1])
@@ -258,7 +274,7 @@ def test_weights_that_are_cut_short_are_found_without_loading_them(folder: Path,
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[:kept])
     with pytest.raises(CheckpointError, match=r"model\.safetensors (is cut short|has \d+ bytes)"):
-        read_target_config(TargetConfig(path=str(folder)))
+        require_weights(TargetConfig(path=str(folder)))
 
 
 def test_a_header_that_is_no_header_is_said_to_be_unreadable(folder: Path):

@@ -33,7 +33,14 @@ from draftline.pipeline.schedule import Schedule
 from draftline.resilience.folder import CHECKPOINTS
 from draftline.serving.warm_start import WarmStart, load_warm_start
 from draftline.target.inspect import context_limit, resolve_spec, stop_token_ids
-from draftline.target.load import Target, load_target, read_target_config, sketch_target, text_config
+from draftline.target.load import (
+    Target,
+    load_target,
+    read_target_config,
+    require_weights,
+    sketch_target,
+    text_config,
+)
 from draftline.target.selftest import choose_form
 
 
@@ -92,6 +99,7 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
     """
     # target, taps, mask token and the drafter's shapes
     sketch = sketch_target(config.target)
+    require_weights(config.target)
     spec = _resolve(config, sketch)
     # devices and their memory
     target_config = read_target_config(config.target)

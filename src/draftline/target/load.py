@@ -61,7 +61,6 @@ def resolve_path(config: TargetConfig) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"target {folder} has no config.json; name a folder that transformers can load")
-        check_shards(folder)
         return str(folder)
     looks_local = folder.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") != 1
     if looks_local or folder.exists():
@@ -69,6 +68,18 @@ def resolve_path(config: TargetConfig) -> str:
             f"target {config.path!r} is not a folder; give a model folder, a hub name (owner/name) or builtin:tiny"
         )
     return config.path
+
+
+def require_weights(config: TargetConfig) -> None:
+    """Find weight files of a local target that are missing or cut short; reads their headers only.
+
+    Raises:
+        ConfigError: see `resolve_path`.
+        CheckpointError: names the file and what is wrong with it.
+    """
+    folder = Path(resolve_path(config))
+    if folder.is_dir():
+        check_shards(folder)
 
 
 def _builtin_folder(name: str) -> Path:
@@ -219,6 +230,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         CheckpointError: a shard is missing or cut short, or a weight is in none of them.
     """
     target_config = read_target_config(config)
+    require_weights(config)
     arguments: dict[str, Any] = {
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,

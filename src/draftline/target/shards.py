@@ -15,6 +15,7 @@ from draftline.resilience.names import UnsafeNameError, plain_name
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth")
 
 
 class _Index(BaseModel):
@@ -57,9 +58,7 @@ def _shard_names(folder: Path) -> set[str]:
 def _check_length(path: Path) -> None:
     """Compare a safetensors file's length with what its header promises."""
     if not path.is_file():
-        raise CheckpointError(
-            f"target shard {path} is missing; download the target again (safetensors are needed)"
-        )
+        raise CheckpointError(_missing(path))
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
@@ -71,6 +70,17 @@ def _check_length(path: Path) -> None:
         raise CheckpointError(
             f"target shard {path} has {size} bytes, its header promises {promised}; download it again"
         )
+
+
+def _missing(path: Path) -> str:
+    pickles = sorted(file.name for file in path.parent.iterdir() if file.suffix in _PICKLES)
+    if not pickles:
+        return f"target shard {path} is missing; download the target again (safetensors are needed)"
+    return (
+        f"target shard {path} is missing, and {pickles[0]} is a pickle, which can run code and is never opened; take a "
+        "release of the target with safetensors, or convert one that you trust: load it and "
+        "save_pretrained(FOLDER, safe_serialization=True)"
+    )
 
 
 def _data_size(path: Path, header: bytes) -> int:
