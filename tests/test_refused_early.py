@@ -20,6 +20,7 @@ from draftline.errors import CheckpointError, ConfigError, DataError, DiskFullEr
 from draftline.options import GenerateOptions, MeasureOptions
 from draftline.run import train
 from draftline.serving.export import export_drafter
+from draftline.serving.importing import load_drafter
 from draftline.target.load import load_target, sketch_target
 from tests.oracles.tiny import random_drafter, tiny_spec
 from tests.target_families import save_target
@@ -194,6 +195,27 @@ def test_an_export_over_another_drafter_is_refused_without_weights(trained, tmp_
     target = TargetConfig(path="builtin:tiny")
     with pytest.raises(ConfigError, match=r"out holds a drafter of another shape .*--overwrite"):
         export_run(trained, tmp_path / "out", [], target, "z-lab", None, MeasureOptions(), QUIET)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"input_embedding_scale": 2.0}, "a scaled input"),
+        ({"is_causal": True}, "full layers that are causal"),
+    ],
+)
+def test_a_drafter_that_the_speculators_format_cannot_express_is_refused_without_weights(
+    changes, words, trained, tmp_path
+):
+    spec, drafter = load_drafter(trained / "drafter")
+    other = export_drafter(spec.model_copy(update=changes), drafter.state_dict(), tmp_path / "other")
+    target = TargetConfig(path="builtin:tiny")
+    with pytest.raises(ConfigError, match=f"no key for {words}"):
+        export_run(
+            other, tmp_path / "out", ["builtin:demo"], target, "speculators", None, MeasureOptions(), QUIET
+        )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("no_weights")

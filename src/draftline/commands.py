@@ -34,7 +34,7 @@ from draftline.serving.card import Format, model_card, serve_lines
 from draftline.serving.export import export_drafter, export_speculators, refuse_occupied, require_writable
 from draftline.serving.export_proof import Proof, prove_on_target
 from draftline.serving.importing import find_drafter, load_drafter, refuse_misfit
-from draftline.serving.speculators import Verifier
+from draftline.serving.speculators import Verifier, refuse_inexpressible
 from draftline.target.inspect import stop_token_ids
 from draftline.target.load import (
     Target,
@@ -177,6 +177,8 @@ def _export_on_target(
     sketch = sketch_target(target)
     asked = _asked(sketch, prompts, options) if prompts else _greeting(sketch)
     module = _read_fitting(source, sketch)
+    if form == "speculators":
+        refuse_inexpressible(module.spec)
     refuse_occupied(module.spec, module.state_dict(), out, overwrite=overwrite)
     require_writable(out)
     loaded, module = _load_with(module, target, screen)

@@ -33,7 +33,7 @@ def speculators_config_json(spec: DrafterSpec, verifier: Verifier) -> str:
     Raises:
         ConfigError: causality or embedding scale that the format has no key for.
     """
-    _refuse_inexpressible(spec)
+    refuse_inexpressible(spec)
     config = {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
@@ -102,7 +102,12 @@ def _causal(spec: DrafterSpec) -> bool:
     return spec.causal_in_block(0)
 
 
-def _refuse_inexpressible(spec: DrafterSpec) -> None:
+def refuse_inexpressible(spec: DrafterSpec) -> None:
+    """Make sure that the format has a key for all that a drafter does.
+
+    Raises:
+        ConfigError: it has none for the layers' causality or the scale of the embedding.
+    """
     what = None
     if len({spec.causal_in_block(layer) for layer in range(spec.num_layers)}) > 1:
         what = "layers that differ in causality, which vLLM serves as one"
