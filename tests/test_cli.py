@@ -180,7 +180,38 @@ def test_export_of_a_checkpoint_equals_the_run_s_drafter(run: Path):
     done = draftline("export", str(run / "checkpoints" / "step-000006"), str(out), "--json", cwd=run.parent)
     assert done.returncode == 0, done.stderr
     assert (out / "model.safetensors").read_bytes() == (run / "drafter" / "model.safetensors").read_bytes()
-    assert "Acceptance was not measured" in (out / "README.md").read_text()
+    outcome = json.loads(done.stdout)
+    assert outcome["figures"] == f"kept from {run}/drafter/README.md"
+    figures = (run / "drafter" / "README.md").read_text().partition("## Serving")[0].partition("## Acc")[2]
+    assert "| all |" in figures
+    assert "Measured on builtin:tiny in float32 on cpu" in figures
+    assert outcome["sha256"] in figures
+    assert figures in (out / "README.md").read_text()
+
+
+def export_here(*arguments: object) -> None:
+    words = ["export", *map(str, arguments)]
+    app(words, exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def test_an_export_without_prompts_keeps_the_figures_of_these_weights_and_drops_those_of_others(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "1000")
+    out, target = tmp_path / "out", "--target=builtin:tiny"
+    export_here(run, out, "builtin:demo", target, "--num-prompts=3", "--max-new-tokens=20", "--compare=1")
+    figures = (out / "README.md").read_text().partition("## Serving")[0].partition("## Acc")[2]
+    assert "Measured with Draftline's own decoder" in figures
+    for flags in ([], [target]):
+        export_here(run, out, *flags)
+        assert figures in (out / "README.md").read_text()
+        assert "are kept: they were measured with these weights" in capsys.readouterr().err
+
+    export_here(run / "checkpoints" / "step-000004", out, "--overwrite")
+    assert "Acceptance was not measured." in (out / "README.md").read_text()
+    said = capsys.readouterr().err
+    assert "are dropped: they were measured with other weights" in said
+    assert "To measure, name prompts" in said
 
 
 @pytest.mark.parametrize("form", ["z-lab", "speculators"])

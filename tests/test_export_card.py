@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from draftline.decoding.acceptance import Walk, acceptance
 from draftline.decoding.advice import Timings, block_sizes, predict_speedups, time_steps, warnings
 from draftline.decoding.evaluate import Comparison, Evaluation
-from draftline.serving.card import model_card, serve_lines
+from draftline.serving.card import measured_in, measured_section, model_card, serve_lines
+from draftline.serving.measured import account, bound, earlier_figures, figures_to_show
 from tests.oracles.targets import random_target
 from tests.oracles.tiny import tiny_spec
 
@@ -56,23 +58,76 @@ def test_a_folder_in_speculators_format_is_served_by_vllm_alone():
 
 
 def test_a_card_shows_what_was_measured_and_admits_what_was_not():
-    measured = model_card(
-        tiny_spec(),
-        "owner/target",
-        "me/drafter",
-        evaluation=EVALUATION,
-        compared=COMPARISON,
-        predictions=predict_speedups(EVALUATION, TIMINGS),
-        conditions="Measured in float32 on cpu.",
+    section = measured_section(
+        EVALUATION,
+        measured_in("owner/target", "float32", "cpu", 256),
+        COMPARISON,
+        predict_speedups(EVALUATION, TIMINGS),
     )
+    measured = model_card(tiny_spec(), "owner/target", "me/drafter", figures=section)
     silent = model_card(tiny_spec(), "owner/target", "me/drafter")
 
     assert f"| math | {ACCEPTANCE.tau:.2f} |" in measured
     assert "2 of 2 answers equal plain greedy decoding" in measured
-    assert "Measured in float32 on cpu." in measured
+    assert "Measured on owner/target in float32 on cpu, answers of at most 256 tokens." in measured
     assert "| 2 | 1.60 | 1.23 |" in measured
     assert "Acceptance was not measured." in silent
     assert "| prompts |" not in silent
+
+
+OURS, OTHERS = "a" * 64, "b" * 64
+
+
+def card_in(folder: Path, figures: str | None) -> Path:
+    folder.mkdir()
+    (folder / "README.md").write_text(model_card(tiny_spec(), "owner/target", "me/it", figures=figures))
+    return folder
+
+
+def test_figures_of_the_very_same_weights_are_found_in_an_earlier_card_word_for_word(tmp_path):
+    section = bound(measured_section(EVALUATION, "Measured on owner/target."), OURS)
+    folders = [
+        tmp_path / "nothing here",
+        card_in(tmp_path / "none", None),
+        card_in(tmp_path / "ours", section),
+    ]
+
+    earlier = earlier_figures(folders)
+
+    assert figures_to_show(None, earlier, OURS) == section
+    assert f"`{OURS}`" in section
+    assert f"figures of {folders[2]}/README.md are kept" in account(earlier, OURS, folders[2])
+
+
+@pytest.mark.parametrize(
+    ("section", "why"),
+    [
+        (bound("## Acceptance", OTHERS), "other weights (SHA-256 bbbbbbbbbbbb, these are aaaaaaaaaaaa)"),
+        ("## Acceptance", "does not tell with which weights"),
+    ],
+)
+def test_figures_of_other_or_unknown_weights_are_never_kept_and_said_to_be_dropped(section, why, tmp_path):
+    folder = card_in(tmp_path / "out", section)
+    earlier = earlier_figures([folder])
+
+    assert figures_to_show(None, earlier, OURS) is None
+    assert why in account(earlier, OURS, folder)
+    assert "To measure, name prompts and the target" in account(earlier, OURS, folder)
+
+
+def test_what_is_measured_now_takes_the_place_of_earlier_figures(tmp_path):
+    earlier = earlier_figures([card_in(tmp_path / "out", bound("## Acceptance\n\nold", OURS))])
+    assert figures_to_show("new", earlier, OURS) == bound("new", OURS)
+
+
+def test_a_card_that_cannot_be_read_has_no_figures(tmp_path):
+    section = bound("## Acceptance", OURS)
+    for name in ("link", "bytes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "real.md").write_text(section)
+    (tmp_path / "link" / "README.md").symlink_to(tmp_path / "real.md")
+    (tmp_path / "bytes" / "README.md").write_bytes(section.encode() + b"\xff")
+    assert earlier_figures([tmp_path / "link", tmp_path / "bytes"]) == []
 
 
 def test_the_model_is_tau_times_a_plain_token_over_a_step():

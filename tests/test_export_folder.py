@@ -193,8 +193,8 @@ def test_another_drafter_in_the_folder_is_named_and_stays_unless_it_may_be_overw
 def test_the_same_drafter_is_written_anew_also_as_it_was_trained(tmp_path):
     drafter = bf16_drafter()
     masters = {name: tensor.float() for name, tensor in drafter.state_dict().items()}
-    export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter", card="old")
-    export_drafter(drafter.spec, masters, tmp_path / "drafter", card="new")
+    export_drafter(drafter.spec, drafter.state_dict(), tmp_path / "drafter", card=lambda _: "old")
+    export_drafter(drafter.spec, masters, tmp_path / "drafter", card=lambda _: "new")
     assert (tmp_path / "drafter" / "README.md").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 

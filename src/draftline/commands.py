@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftline.config import TargetConfig
+from draftline.config import DrafterSpec, TargetConfig
 from draftline.console import Screen
+from draftline.data.fingerprint import hash_file
 from draftline.decoding.decode import decode_events
 from draftline.decoding.evaluate import (
     WARM_TOKENS,
@@ -29,11 +30,20 @@ from draftline.decoding.sampling import Choice, Greedy, Sampled
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
 from draftline.options import GenerateOptions, MeasureOptions
+from draftline.paths import EXPORT
 from draftline.pipeline.plan import available_devices
-from draftline.serving.card import Format, model_card, serve_lines
-from draftline.serving.export import export_drafter, export_speculators, refuse_occupied, require_writable
+from draftline.resilience.folder import CHECKPOINTS
+from draftline.serving.card import Format, measured_in, measured_section, model_card, serve_lines
+from draftline.serving.export import (
+    Card,
+    export_drafter,
+    export_speculators,
+    refuse_occupied,
+    require_writable,
+)
 from draftline.serving.export_proof import Proof, prove_on_target
-from draftline.serving.importing import find_drafter, load_drafter, refuse_misfit
+from draftline.serving.importing import MODEL, find_drafter, load_drafter, refuse_misfit
+from draftline.serving.measured import EarlierFigures, account, earlier_figures, figures_to_show, same_weights
 from draftline.serving.speculators import Verifier, refuse_inexpressible
 from draftline.target.inspect import stop_token_ids
 from draftline.target.load import (
@@ -143,8 +153,8 @@ def export_run(
         overwrite: replace another drafter in `out`.
 
     Raises:
-        ConfigError: prompts or the speculators format without a target, another drafter in `out`, or `out` cannot be
-            written.
+        ConfigError: prompts or the speculators format without a target, a drafter that this format cannot express,
+            another drafter in `out`, or `out` cannot be written.
         CheckpointError: the drafter does not fit the target, or the folder is not what went in.
         DataError: the prompts cannot be read, or one is too long for the target.
     """
@@ -157,9 +167,11 @@ def export_run(
         what = "measuring acceptance" if prompts else "the speculators format, which names the target,"
         raise ConfigError(f"{what} needs --target")
     spec, module = load_drafter(source)
-    card = model_card(spec, NO_TARGET, name)
+    earlier = earlier_figures(_cards(out, source))
+    card = _card_writer(spec, NO_TARGET, name, "z-lab", None, earlier)
     export_drafter(spec, module.state_dict(), out, card, overwrite=overwrite)
-    return _exported(source, out, module, serve_lines(spec, NO_TARGET, name))
+    outcome = _exported(source, out, module, serve_lines(spec, NO_TARGET, name))
+    return _with_account(outcome, earlier, None, out, screen)
 
 
 def _export_on_target(
@@ -181,6 +193,7 @@ def _export_on_target(
         refuse_inexpressible(module.spec)
     refuse_occupied(module.spec, module.state_dict(), out, overwrite=overwrite)
     require_writable(out)
+    earlier = earlier_figures(_cards(out, source))
     loaded, module = _load_with(module, target, screen)
     if prompts:
         answers = _answers(loaded, asked, options, screen)
@@ -195,16 +208,55 @@ def _export_on_target(
             proofs.append(prove_on_target(loaded, module, folder, answers, evaluation, progress))
 
     spec, weights = module.spec, module.state_dict()
-    card = model_card(spec, called, name, form, **(measured.for_card() if measured else {}))
+    card = _card_writer(spec, called, name, form, measured, earlier)
     if form == "speculators":
         verifier = Verifier(called, tuple(loaded.model.config.architectures or ()))
         export_speculators(spec, weights, out, verifier, card, prove, overwrite=overwrite)
     else:
         export_drafter(spec, weights, out, card, prove, overwrite=overwrite)
-    return {
-        **_exported(source, out, module, serve_lines(spec, called, name, form)),
-        "proof": asdict(proofs[0]),
-    }
+    outcome = _exported(source, out, module, serve_lines(spec, called, name, form))
+    return _with_account(outcome, earlier, measured, out, screen) | {"proof": asdict(proofs[0])}
+
+
+def _cards(out: Path, source: Path) -> list[Path]:
+    """Folders whose cards may have figures of these weights: what is replaced, what is read, what its run exported."""
+    of_its_run = [source.parent.parent / EXPORT] if source.parent.name == CHECKPOINTS else []
+    return [out, source, *of_its_run]
+
+
+def _card_writer(
+    spec: DrafterSpec,
+    target: str,
+    name: str,
+    form: Format,
+    measured: Measurement | None,
+    earlier: Sequence[EarlierFigures],
+) -> Card:
+    fresh = None
+    if measured is not None:
+        conditions = measured_in(measured.target, measured.dtype, measured.device, measured.max_new_tokens)
+        fresh = measured_section(measured.evaluation, conditions, measured.decoding, measured.predictions)
+
+    def write(sha256: str) -> str:
+        return model_card(spec, target, name, form, figures_to_show(fresh, earlier, sha256))
+
+    return write
+
+
+def _with_account(
+    outcome: dict[str, Any],
+    earlier: Sequence[EarlierFigures],
+    measured: Measurement | None,
+    out: Path,
+    screen: Screen,
+) -> dict[str, Any]:
+    """The outcome with what the card's figures are; says so where they were not measured just now."""
+    sha256 = hash_file(out / MODEL)
+    kept = same_weights(earlier, sha256)
+    if measured is None:
+        screen.say(account(earlier, sha256, out))
+    figures = "measured" if measured else f"kept from {kept.card}" if kept else "not measured"
+    return {**outcome, "sha256": sha256, "figures": figures}
 
 
 def _greeting(sketch: Target) -> list[Prompt]:

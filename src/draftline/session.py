@@ -31,8 +31,9 @@ from draftline.resilience.ending import explained
 from draftline.resilience.folder import CHECKPOINTS
 from draftline.resilience.signals import StopOnSignal
 from draftline.resilience.watchdog import Starvation
-from draftline.serving.card import model_card
+from draftline.serving.card import measured_in, measured_section, model_card
 from draftline.serving.export import config_json, export_drafter, serving_tensors
+from draftline.serving.measured import earlier_figures, figures_to_show
 from draftline.setup import Prepared, checkpoint_bytes
 from draftline.trained import Trained
 
@@ -299,13 +300,22 @@ class Session:
 
     def _export(self, weights: Mapping[str, Tensor], after: Evaluation | None) -> Path:
         spec, out = self._job.spec, self._config.output / EXPORT
-        target = self._job.target
-        conditions = (
-            f"Measured in {str(target.embedding.dtype).removeprefix('torch.')} on {target.device.type}, answers of "
-            f"at most {self._config.evaluation.max_new_tokens} tokens."
-        )
-        card = model_card(spec, target.name, str(out), evaluation=after, conditions=conditions)
+        fresh, earlier = self._card_section(after), earlier_figures([out])
+
+        def card(sha256: str) -> str:
+            return model_card(
+                spec, self._job.target.name, str(out), figures=figures_to_show(fresh, earlier, sha256)
+            )
+
         return export_drafter(spec, weights, out, card, overwrite=True)  # of this very run, before it went on
+
+    def _card_section(self, after: Evaluation | None) -> str | None:
+        if after is None:
+            return None
+        target = self._job.target
+        dtype = str(target.embedding.dtype).removeprefix("torch.")
+        limit = self._config.evaluation.max_new_tokens
+        return measured_section(after, measured_in(target.name, dtype, target.device.type, limit))
 
 
 def _tau(evaluation: Evaluation) -> str:

@@ -56,17 +56,6 @@ class Measurement:
             }
         return found
 
-    def for_card(self) -> dict[str, Any]:
-        """What `card.model_card` shows of it."""
-        return {
-            "evaluation": self.evaluation,
-            "compared": self.decoding,
-            "predictions": self.predictions,
-            "conditions": (
-                f"Measured in {self.dtype} on {self.device}, answers of at most {self.max_new_tokens} tokens."
-            ),
-        }
-
     def to_json(self) -> dict[str, Any]:
         """JSON-ready values; slices and figures by name."""
         return {**asdict(self), "metrics": self.metrics()}

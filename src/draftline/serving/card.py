@@ -8,6 +8,7 @@ from typing import Literal
 from draftline.config import DrafterSpec
 from draftline.decoding.advice import Prediction
 from draftline.decoding.evaluate import Comparison, Evaluation
+from draftline.serving.measured import ACCEPTANCE
 
 Format = Literal["z-lab", "speculators"]
 
@@ -42,20 +43,14 @@ def model_card(
     target: str,
     drafter: str,
     form: Format = "z-lab",
-    evaluation: Evaluation | None = None,
-    compared: Comparison | None = None,
-    predictions: Sequence[Prediction] = (),
-    conditions: str = "",
+    figures: str | None = None,
 ) -> str:
     """Markdown with front matter as model hubs read it.
 
     Args:
         drafter: name that the serve lines should use for this folder.
         form: layout of the folder.
-        evaluation: acceptance on held-out prompts, when it was measured.
-        compared: real decoding with and without the drafter, when it was measured.
-        predictions: speed-up at other block lengths, by the model in `advice`.
-        conditions: under which all of it was measured: dtype, device, length of answers.
+        figures: what was measured with these weights (`measured.figures_to_show`), if anything was.
     """
     lines = serve_lines(spec, target, drafter, form)
     parts = [
@@ -64,15 +59,40 @@ def model_card(
         f"It drafts blocks of {spec.block_size} tokens (one known, {spec.block_size - 1} drafted) from the "
         f"hidden states of target layers {list(spec.target_layer_ids)} (0-based; a state is a layer's output). "
         "The target checks every draft, so its output does not change. It works with this target only.",
-        _acceptance(evaluation, conditions) if evaluation else "Acceptance was not measured.",
-        _speed(compared) if compared else "",
-        _predictions(predictions) if predictions else "",
+        figures or "Acceptance was not measured.",
         "## Serving",
         f"Serve at the trained block size, {spec.block_size}; other sizes accept less, down to nothing.",
         *(f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()),
         "Trained and exported by Draftline.",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
+
+
+def measured_section(
+    evaluation: Evaluation,
+    conditions: str,
+    compared: Comparison | None = None,
+    predictions: Sequence[Prediction] = (),
+) -> str:
+    """The figures of a card.
+
+    Args:
+        evaluation: acceptance on held-out prompts.
+        conditions: under which all of it was measured: see `measured_in`.
+        compared: real decoding with and without the drafter, when it was measured.
+        predictions: speed-up at other block lengths, by the model in `advice`.
+    """
+    parts = [
+        _acceptance(evaluation, conditions),
+        _speed(compared) if compared else "",
+        _predictions(predictions) if predictions else "",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def measured_in(target: str, dtype: str, device: str, max_new_tokens: int) -> str:
+    """Conditions of a measurement, as a sentence."""
+    return f"Measured on {target} in {dtype} on {device}, answers of at most {max_new_tokens} tokens."
 
 
 def _acceptance(evaluation: Evaluation, conditions: str) -> str:
@@ -85,9 +105,9 @@ def _acceptance(evaluation: Evaluation, conditions: str) -> str:
     )
     shares = ", ".join(f"{share:.2f}" for share in overall.accept_pos)
     return (
-        "## Acceptance\n\n"
+        f"{ACCEPTANCE}\n\n"
         "Greedy, on held-out prompts. tau counts tokens per verification step, the target's own included, "
-        f"pooled, the last block cut.{' ' + conditions if conditions else ''}\n\n"
+        f"pooled, the last block cut. {conditions}\n\n"
         "| prompts | tau | 95 % interval | mean of per-prompt tau | count | verify steps |\n"
         "|---|---|---|---|---|---|\n"
         f"{table}\n\n"

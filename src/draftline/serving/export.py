@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftline.checkpoint.files import CheckpointFileSystem
 from draftline.config import DrafterSpec
+from draftline.data.fingerprint import hash_file
 from draftline.data.output import writing
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import block_positions
@@ -25,10 +26,12 @@ from draftline.drafter.model import Drafter, drafter_of
 from draftline.errors import CheckpointError, ConfigError
 from draftline.resilience.fsio import TEMPORARY, FileSystem, disk_failures_explained, remove_tree
 from draftline.serving.importing import CONFIG, MODEL, load_drafter, match_tensors
+from draftline.serving.measured import CARD
 from draftline.serving.published import ARCHITECTURE, OWN_KEYS
 from draftline.serving.speculators import Verifier, speculators_config_json
 
-CARD = "README.md"
+Card = Callable[[str], str]
+"""Text of a drafter's README, from the SHA-256 of its `model.safetensors`."""
 SERVED_DTYPE = torch.bfloat16
 PROOF_CONTEXT = 40
 """Context tokens of the block that an export is proved on."""
@@ -115,7 +118,7 @@ def export_drafter(
     spec: DrafterSpec,
     weights: Mapping[str, Tensor],
     out: Path,
-    card: str | None = None,
+    card: Card | None = None,
     prove: Callable[[Path], None] = lambda _folder: None,
     *,
     overwrite: bool = False,
@@ -126,7 +129,7 @@ def export_drafter(
     drafter is refused.
 
     Args:
-        card: text of its README, see `card.model_card`.
+        card: writes its README, see `card.model_card`; None leaves it out.
         prove: a further check of the folder before it appears as `out`; what it raises leaves nothing behind.
         overwrite: replace another drafter in `out` too.
 
@@ -144,7 +147,7 @@ def export_speculators(
     weights: Mapping[str, Tensor],
     out: Path,
     verifier: Verifier,
-    card: str | None = None,
+    card: Card | None = None,
     prove: Callable[[Path], None] = lambda _folder: None,
     *,
     overwrite: bool = False,
@@ -164,7 +167,7 @@ def _export(
     weights: Mapping[str, Tensor],
     out: Path,
     config: str,
-    card: str | None,
+    card: Card | None,
     prove: Callable[[Path], None],
 ) -> Path:
     require_writable(out)
@@ -172,7 +175,7 @@ def _export(
     temporary = _temporary(out)
     with disk_failures_explained(out.parent, "exporting the drafter"):
         try:
-            _write(temporary, tensors, {CONFIG: config} if card is None else {CONFIG: config, CARD: card})
+            _write(temporary, tensors, config, card)
             prove_export(spec, tensors, temporary)
             prove(temporary)
         except BaseException:  # raised again: what is half written or not proved must not stay
@@ -258,12 +261,13 @@ def _put_in_place(temporary: Path, out: Path) -> None:
         remove_tree(fs, old)
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor], config: str, card: Card | None) -> None:
     fs = CheckpointFileSystem()
     if folder.exists():
         remove_tree(fs, folder)
     fs.make_folder(folder)
     fs.write_tensors(folder / MODEL, tensors)
+    texts = {CONFIG: config} if card is None else {CONFIG: config, CARD: card(hash_file(folder / MODEL))}
     for name, text in texts.items():
         fs.write_bytes(folder / name, text.encode())
     for name in (MODEL, *texts):
