@@ -349,6 +349,12 @@ def test_a_setting_that_cannot_work_is_refused_with_the_fix(flag: str, words: st
     [
         (("prepare", "a", "b", "--target", "t", "--max-length", "0"), "max_length='0': Input should be"),
         (("prepare", "a", "b", "--target", "t", "--max-lenth", "9"), "Did you mean --max-length?"),
+        (("synthesize", "p.jsonl", "--target=t", "--count=1", "--temperature=-1"), "temperature='-1': Input"),
+        (("synthesize", "p.jsonl", "--target=t", "--count=1", f"--seed={2**64}"), f"seed='{2**64}': Input"),
+        (
+            ("generate", "d", "Hi", "--target=t", "--temperature=1", f"--seed={2**64}"),
+            f"seed='{2**64}': Input",
+        ),
         (("evaluat",), 'Did you mean "evaluate"?'),
     ],
 )

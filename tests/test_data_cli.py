@@ -136,6 +136,11 @@ def test_a_token_named_as_one_that_ends_answers_may_not_stand_inside_one(prepare
     assert prepared(flag)["dropped"] == {str(Reason.STOP_INSIDE): 1}
 
 
+def test_a_stop_token_beyond_the_vocabulary_is_refused_with_the_range(prepared):
+    with pytest.raises(ConfigError, match=r"stop_token_ids=\[-1, 9999999\] .* which has 0 to \d+"):
+        prepared("--stop-token-ids=-1", "--stop-token-ids=9999999")
+
+
 def test_a_file_of_a_flag_that_cannot_be_read_is_named(prepared, tmp_path):
     (tmp_path / "tools.json").write_text("[]")
     for flag, words in (
@@ -212,8 +217,10 @@ def test_a_row_that_cannot_be_asked_is_in_the_report_of_the_command(tmp_path, ca
         (("--url=http://x/v1", "--target=builtin:tiny"), "name either --url"),
         (
             ("--target=builtin:tiny", "--concurrency=3", "--model=x"),
-            "--concurrency, --model say how a server",
+            "--concurrency, --model say how a server .* leave them out",
         ),
+        (("--target=builtin:tiny", "--concurrency=3"), "--concurrency says how a server .* leave it out"),
+        (("--url=http://x/v1", "--seed=1"), "--seed is for a model .* leave it out"),
         (("--url=http://x/v1", "--batch-size=3", "--seed=1"), "--batch-size, --seed are for a model"),
     ],
 )

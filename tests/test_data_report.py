@@ -17,7 +17,7 @@ from draftline.data.inspect import print_documents, segments, select_documents, 
 from draftline.data.prepare import PrepareOptions, Progress, prepare
 from draftline.data.report import PrepareReport, print_report
 from draftline.data.store import TokenStore, open_store
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 from tests.data_tokenizer import REWRITING, make_tokenizer
 
 ROWS = [
@@ -95,8 +95,13 @@ def test_any_document_or_source_row_can_be_looked_at(prepared):
     assert select_documents(store, document=2, source=None) == [2]
     assert select_documents(store, document=None, source=2) == [1, 2]
     assert select_documents(store, document=None, source=None) == [0, 1, 2]
-    with pytest.raises(DataError, match="it holds 0 to 2"):
-        select_documents(store, document=3, source=None)
+    for number in (3, -1):
+        with pytest.raises(ConfigError, match=f"document={number} is no number in .*: there are 0 to 2"):
+            select_documents(store, document=number, source=None)
+    rows = store.num_source_rows()
+    for number in (rows, -1):
+        with pytest.raises(ConfigError, match=f"source={number} .*: there are 0 to {rows - 1}"):
+            select_documents(store, document=None, source=number)
     with pytest.raises(DataError, match="source row 1 gave no document"):
         select_documents(store, document=None, source=1)
 

@@ -22,6 +22,7 @@ from draftline.data.options import (
     RegenerateOptions,
     RequestOptions,
     SynthesizeOptions,
+    TurnOptions,
 )
 from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
@@ -39,7 +40,7 @@ app = App(
 Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
 PREPARE, REGENERATE, REQUESTS = PrepareOptions(), RegenerateOptions(), RequestOptions()
-SAMPLING, LOCAL = Sampling(), LocalOptions()
+SAMPLING, LOCAL, TURNS = Sampling(), LocalOptions(), TurnOptions()
 MEASURE, GENERATE, PLAN = MeasureOptions(), GenerateOptions(), PlanOptions()
 
 
@@ -210,7 +211,8 @@ def regenerate(
     if (server is None) == (target is None):
         raise ConfigError("name either --url (an OpenAI-compatible server) or --target (a model to run here)")
     if server is not None and (flags := changed_flags(local)):
-        raise ConfigError(f"{', '.join(flags)} are for a model that runs here (--target); leave them out")
+        are, them = ("is", "it") if len(flags) == 1 else ("are", "them")
+        raise ConfigError(f"{', '.join(flags)} {are} for a model that runs here (--target); leave {them} out")
     writer = server or _target(target or "")
     report = regenerate_answers(source, out, writer, local, sampling, options, Screen())
     _print(report.to_json(), json_output=json_output)
@@ -225,10 +227,7 @@ def synthesize(
     url: str | None = None,
     model: str | None = None,
     requests: Annotated[RequestOptions, Parameter(name="*")] = REQUESTS,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    top_p: float | None = None,
-    seed: int = 0,
+    turns: Annotated[TurnOptions, Parameter(name="*")] = TURNS,
     json_output: JsonFlag = False,
 ) -> None:
     """Let the target write user turns itself, from nothing but its chat template; filtered and distinct.
@@ -243,14 +242,6 @@ def synthesize(
         OpenAI-compatible server with text completions, such as http://localhost:8000/v1.
     model
         Name of the model on the server; none takes the only one that it lists.
-    max_new_tokens
-        Tokens after which a turn that has not ended is left out.
-    temperature
-        Of the sampling; higher is more varied.
-    top_p
-        Nucleus; none takes the target's own default.
-    seed
-        Of the sampling.
     json_output
         Print the report as one JSON object.
     """
@@ -259,9 +250,8 @@ def synthesize(
         synthesize_prompts,
     )
 
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     server = server_options(url, model, requests)
-    report = synthesize_prompts(out, _target(target), server, sampling, seed, options, Screen())
+    report = synthesize_prompts(out, _target(target), server, turns, options, Screen())
     _print(report.to_json(), json_output=json_output)
 
 

@@ -38,7 +38,7 @@ class GenerateOptions(Frozen):
     """Smallest set of tokens with this probability that is sampled from."""
     top_k: int = Field(default=0, ge=0)
     """Most likely tokens that are sampled from; 0 for all."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the sampling."""
     thinking: bool = False
     """Let the target think first, if it can."""

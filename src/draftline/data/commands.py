@@ -22,6 +22,7 @@ from draftline.data.options import (
     RequestOptions,
     ServerOptions,
     SynthesizeOptions,
+    TurnOptions,
 )
 from draftline.data.prepare import Progress, prepare
 from draftline.data.regenerate import RegenerateReport, Writer, regenerate
@@ -102,8 +103,7 @@ def synthesize_prompts(
     out: Path,
     target: TargetConfig,
     server: ServerOptions | None,
-    sampling: Sampling,
-    seed: int,
+    drawn: TurnOptions,
     options: SynthesizeOptions,
     screen: Screen,
 ) -> SynthesizeReport:
@@ -112,7 +112,7 @@ def synthesize_prompts(
     Raises:
         ConfigError, DataError, ServerError, FolderInUseError: see `Server` and `synthesize`.
     """
-    turns = _turns(target, server, sampling, seed)
+    turns = _turns(target, server, drawn.sampling, drawn.seed)
     with LateBar(screen, "prompts", options.count) as bar:
 
         def show(report: SynthesizeReport) -> None:
@@ -153,7 +153,8 @@ def inspect_store(
         The documents with their text cut where supervision changes, and the store's size.
 
     Raises:
-        DataError: no such document or row, or the store belongs to another tokenizer.
+        ConfigError: a number is out of range.
+        DataError: the source row was dropped, or the store belongs to another tokenizer.
     """
     # numbered as a run on the same damaged store numbers them
     store = open_store(path, hash_tokenizer(tokenizer), on_corrupt="skip")
@@ -183,7 +184,10 @@ def server_options(url: str | None, model: str | None, requests: RequestOptions)
         return ServerOptions(url=url, model=model, **requests.model_dump())
     flags = changed_flags(requests) + (["--model"] if model is not None else [])
     if flags:
-        raise ConfigError(f"{', '.join(flags)} say how a server is used; name it by --url, or leave them out")
+        say, them = ("says", "it") if len(flags) == 1 else ("say", "them")
+        raise ConfigError(
+            f"{', '.join(flags)} {say} how a server is used; name the server by --url, or leave {them} out"
+        )
     return None
 
 

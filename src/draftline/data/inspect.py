@@ -80,23 +80,29 @@ def select_documents(store: TokenStore, *, document: int | None, source: int | N
     """Documents by their own number, or all that came from one source row.
 
     Raises:
-        ConfigError: both are given.
-        DataError: there is none; the message gives the range, or says that the row was dropped.
+        ConfigError: both are given, or a number is out of the range, which is named.
+        DataError: the source row was dropped, or its shard is left out.
     """
     if document is not None and source is not None:
         raise ConfigError(
             f"document={document} and source={source} name different things to show; give one of them"
         )
     if document is not None:
-        if not 0 <= document < len(store):
-            raise DataError(f"document {document} is not in {store.path}: it holds 0 to {len(store) - 1}")
+        _refuse_out_of_range("document", document, len(store), f"in {store.path}")
         return [document]
     if source is None:
         return list(range(min(3, len(store))))
     found = np.flatnonzero(store.sources() == source)
     if not len(found):
+        _refuse_out_of_range("source", source, store.num_source_rows(), f"of the source of {store.path}")
         raise DataError(f"source row {source} gave no document; report.json says why rows were dropped")
     return found.tolist()
+
+
+def _refuse_out_of_range(name: str, number: int, count: int, where: str) -> None:
+    if not 0 <= number < count:
+        there_are = f"there are 0 to {count - 1}" if count else "there is none"
+        raise ConfigError(f"{name}={number} is no number {where}: {there_are}")
 
 
 def describe_documents(

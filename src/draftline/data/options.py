@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from draftline.config import Frozen
+from draftline.data.sampling import Sampling
 
 
 class PrepareOptions(Frozen):
@@ -60,6 +61,24 @@ class SynthesizeOptions(Frozen):
     """User turns drawn at a time."""
     min_yield: float = Field(default=0.02, ge=0, le=1)
     """Share of usable turns below which the target is not able to do this."""
+
+
+class TurnOptions(Frozen):
+    """How user turns are drawn."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Tokens after which a turn that has not ended is left out."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Higher is more varied."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus; none takes the target's own default."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of the sampling."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """The part that does not depend on who draws."""
+        return Sampling(max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p)
 
 
 class RequestOptions(Frozen):

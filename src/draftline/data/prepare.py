@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from draftline.data.output import full_disk_explained
 from draftline.data.reasons import Note, Reason
 from draftline.data.report import PrepareReport, build_report
 from draftline.data.sources import Chunk, Source, resolve_source
-from draftline.data.store import FORMAT, StoreWriter, open_store, read_manifest
+from draftline.data.store import FORMAT, REPORT, StoreWriter, open_store, read_manifest
 from draftline.data.tally import Tally
 from draftline.data.template import ChatTemplate, TemplateOptions, read_template, stop_token_ids
 from draftline.data.witness import how_marked, marked_by
@@ -94,7 +94,7 @@ def prepare(
         limits = replace(limits, clipped=Note.BEYOND_CONTEXT)
     manifest = _manifest(resolved, tokenizer, template, limits, options)
     if not remake and _is_current(out, manifest, overwrite=overwrite):
-        return PrepareReport.read(out / "report.json")
+        return PrepareReport.read(out / REPORT)
     by_template = how_marked(template)
     started = time.monotonic()
     tally = Tally()
@@ -130,13 +130,23 @@ def template_options(tokenizer: PreTrainedTokenizerBase, options: PrepareOptions
     """The part that rendering needs, with the stop tokens looked up and the template's file read.
 
     Raises:
-        ConfigError: the template's file cannot be read.
+        ConfigError: the template's file cannot be read, or a stop token is none of the tokenizer's.
     """
     stops = options.stop_token_ids
-    if stops is None:
+    if stops is not None:
+        _refuse_unknown_tokens(stops, len(tokenizer))
+    else:
         stops = stop_token_ids(tokenizer.name_or_path)
     text = None if options.template is None else read_template(options.template)
     return TemplateOptions(options.thinking, options.turns, options.template_variables, text, stops)
+
+
+def _refuse_unknown_tokens(token_ids: Sequence[int], num_tokens: int) -> None:
+    unknown = [token_id for token_id in token_ids if not 0 <= token_id < num_tokens]
+    if unknown:
+        raise ConfigError(
+            f"stop_token_ids={unknown} are no tokens of the target's tokenizer, which has 0 to {num_tokens - 1}"
+        )
 
 
 def row_limits(options: PrepareOptions) -> RowLimits:

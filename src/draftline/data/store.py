@@ -35,7 +35,7 @@ from draftline.errors import DataError
 
 FORMAT = 1
 """Version of the layout; a store of another version is made again."""
-MANIFEST = "manifest.json"
+MANIFEST, REPORT = "manifest.json", "report.json"
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -115,6 +115,18 @@ class TokenStore:
     def sources(self) -> np.ndarray:
         """Number of every document's source row, int64 [documents]."""
         return np.concatenate([np.zeros(0, np.int64), *(chunk.sources for chunk in self._chunks)])
+
+    def num_source_rows(self) -> int:
+        """Rows of the source that it was made from, those included that gave no document.
+
+        Raises:
+            DataError: its report is missing or damaged.
+        """
+        path = self.path / REPORT
+        try:
+            return int(json.loads(path.read_text(encoding="utf-8"))["rows"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} cannot be read ({error}); prepare the store again") from None
 
     def _locate(self, index: int) -> tuple[_Chunk, int]:
         if not 0 <= index < len(self):
@@ -255,7 +267,7 @@ class StoreWriter:
 
     def _commit(self, manifest: dict[str, Any], report: dict[str, Any]) -> None:
         self._finish_shard()
-        _write_json(self._folder / "report.json", report)
+        _write_json(self._folder / REPORT, report)
         _write_json(self._folder / MANIFEST, {"format": FORMAT, **manifest, "shards": self._shards})
         _sync(self._folder)
         if self._final.exists():
