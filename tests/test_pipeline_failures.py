@@ -117,7 +117,7 @@ def test_a_target_that_hangs_is_a_stall_that_names_the_row_and_who_does_not_stop
         list(Engine(job).events())
     assert str(error.value).startswith("no progress for 1 s: target-1 in 'forward' of row 5 for 1.")
     assert blame_of(error.value) == Blame("target-1", 5)
-    assert "time.sleep(fault.seconds)" in (error.value.stacks or ""), "the stack of who hangs"
+    assert "over.wait(fault.seconds)" in (error.value.stacks or ""), "the stack of who hangs"
     assert "drafter-0: " in (error.value.stacks or ""), "the fill of the channel"
     assert error.value.__notes__[-1] == "did not stop within 5 s: target-1"
     for thread in set(threading.enumerate()) - before:

@@ -83,6 +83,16 @@ def test_sleep_and_spin_wait(kind: Literal["sleep", "spin"]) -> None:
         assert time.monotonic() - started >= 1
 
 
+def test_a_sleep_ends_with_its_plan_so_that_nobody_wakes_inside_another_one() -> None:
+    with armed(Fault(worker="w", where="p", at=0, kind="sleep", seconds=30)) as plan:
+        sleeper = threading.Thread(target=point, args=("w", "p", 0))
+        sleeper.start()
+        while not plan.fired:
+            time.sleep(0.01)
+    sleeper.join(5)
+    assert not sleeper.is_alive()
+
+
 def test_poison_is_an_assertion_that_fails_on_the_device() -> None:
     with armed(Fault(worker="w", where="p", at=0, kind="poison")), pytest.raises(RuntimeError):
         point("w", "p", 0, torch.ones(1))

@@ -49,10 +49,10 @@ def test_a_target_that_hangs_is_named_with_its_row_before_those_who_starve_behin
     assert process.returncode == 6, err
     assert "draftline: no progress for 4 s: target-0 in 'forward' of row 40" in err
     assert "Starving behind: drafter-0" in err
-    assert "time.sleep(fault.seconds)" in err, "the stack of the thread that hangs"
+    assert "over.wait(fault.seconds)" in err, "the stack of the thread that hangs"
     result = result_of(output)
     assert (result["exit_code"], result["worker"], result["row"]) == (6, "target-0", 40)
-    assert "time.sleep(fault.seconds)" in result["stacks"]
+    assert "over.wait(fault.seconds)" in result["stacks"]
 
 
 def test_a_signal_to_the_parent_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:

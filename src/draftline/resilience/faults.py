@@ -49,7 +49,7 @@ class Fault(Frozen):
     waits in C for ever and holds the interpreter lock; oom: device out of memory; kill: SIGKILL to this process;
     terminate: SIGTERM to it; enospc: a full disk."""
     seconds: int = Field(default=3600, ge=1)
-    """Seconds of `sleep` and `spin`."""
+    """Seconds of `sleep` and `spin`; a sleep ends with its plan, so that it cannot wake inside another one."""
 
 
 class FaultPlan:
@@ -60,6 +60,8 @@ class FaultPlan:
         self._waiting = list(faults)
         self.fired: list[Fault] = []
         """Faults that have happened, in order."""
+        self.over = threading.Event()
+        """Set when the plan is disarmed."""
 
     def take(self, worker: str, where: str, at: int) -> Fault | None:
         """The fault that is due at this point, now counted as fired."""
@@ -84,14 +86,15 @@ def point(worker: str, where: str, at: int, tensor: Tensor | None = None) -> Non
         at: Step or row.
         tensor: Filled with NaN in place by a `nan` fault.
     """
-    if _plan is None:
+    plan = _plan
+    if plan is None:
         return
-    fault = _plan.take(worker, where, at)
+    fault = plan.take(worker, where, at)
     if fault is not None:
-        _happen(fault, tensor)
+        _happen(fault, plan.over, tensor)
 
 
-def _happen(fault: Fault, tensor: Tensor | None) -> None:
+def _happen(fault: Fault, over: threading.Event, tensor: Tensor | None) -> None:
     name = f"injected at {fault.worker}.{fault.where}({fault.at})"
     match fault.kind:
         case "raise":
@@ -100,7 +103,7 @@ def _happen(fault: Fault, tensor: Tensor | None) -> None:
             assert tensor is not None, f"{name}: this point has no tensor to fill"
             tensor.fill_(float("nan"))
         case "sleep":
-            time.sleep(fault.seconds)
+            over.wait(fault.seconds)
         case "spin":
             assert tensor is not None, f"{name}: this point has no tensor on a device"
             _spin(tensor, fault.seconds)
@@ -142,10 +145,12 @@ def armed(*faults: Fault) -> Iterator[FaultPlan]:
     """Arm faults in this process for the duration of the block."""
     global _plan  # noqa: PLW0603 - one process, one plan: the points must cost one comparison
     before, _plan = _plan, FaultPlan(faults)
+    plan = _plan
     try:
-        yield _plan
+        yield plan
     finally:
         _plan = before
+        plan.over.set()
 
 
 def arm_from_environment(environment: Mapping[str, str]) -> FaultPlan | None:
