@@ -113,6 +113,23 @@ def test_reasoning_that_the_template_leaves_out_is_never_trained_around():
     assert dropped.value.reason is Reason.CONTENT_LOST
 
 
+@pytest.mark.parametrize("thought", ["<", "think", "im_end", "Thr"])
+def test_a_thought_left_out_is_not_found_in_the_templates_own_tags_nor_in_the_answer(thought: str):
+    shows_an_empty_block = CHATML.replace("+ message.content", "+ '<think></think>' + message.content")
+    assert shows_an_empty_block != CHATML
+    said = {"role": "assistant", "content": f"{thought}</think>Three."}
+    with pytest.raises(UnusableRow) as dropped:
+        answers(template(shows_an_empty_block), ASK, said)
+    assert dropped.value.reason is Reason.CONTENT_LOST
+
+
+def test_a_thought_that_would_stop_the_target_is_refused_also_where_the_template_leaves_it_out():
+    said = {"role": "assistant", "content": f"{END}</think>Three."}
+    with pytest.raises(UnusableRow) as dropped:
+        answers(template(CHATML), ASK, said)
+    assert dropped.value.reason is Reason.STOP_INSIDE
+
+
 def test_an_answer_that_cannot_be_marked_stays_as_context_of_the_others():
     documents, notes = mark_answers(template(CHATML), Conversation((ASK, THOUGHT, ASK_AGAIN, EIGHT)))
     assert [document.text[slice(*document.spans[0])] for document in documents] == ["Eight." + END]

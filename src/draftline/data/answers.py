@@ -92,7 +92,7 @@ def _mark_answer(
     start = len(turn.prompt)
     if not has_reasoning(turn.message) and (inserted := _EMPTY_THINK.match(turn.text, start)):
         start = inserted.end()
-    said = _end_of_message(turn.text, start, turn.message)
+    said = _end_of_message(template, turn.text, start, turn.message)
     if conversation.truncated and index == conversation.answers[-1]:
         # The template ends every turn, but here the target had not come to the end.
         text = turn.text[:said]
@@ -174,24 +174,37 @@ def _written_reasoning(message: dict[str, Any]) -> str:
 def _split_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     thought, _, answer = message["content"].rpartition("</think>")
     reasoning = message.get("reasoning_content", "") + thought.rpartition("<think>")[2].strip()
+    if not _THINK_TAG.sub("", reasoning).strip():
+        reasoning = ""  # tags without a thought between them
     return {**message, "reasoning_content": reasoning, "content": answer.lstrip("\n")}
 
 
-def _end_of_message(text: str, start: int, message: dict[str, Any]) -> int:
-    """Character after everything the message says.
+def _end_of_message(template: ChatTemplate, text: str, start: int, message: dict[str, Any]) -> int:
+    """Character after everything the message says, its thoughts before its answer.
 
     Raises:
-        UnusableRow: a part of it is not in the text.
+        UnusableRow: a part of it is not in the text, or a thought would stop the target.
     """
-    pieces = [message.get("reasoning_content", ""), *_THINK_TAG.split(message["content"])]
-    pieces += [call["function"]["name"] for call in message.get("tool_calls", ())]
+    said = [message.get("reasoning_content", ""), message["content"]]
+    *thoughts, answer = (piece.strip() for part in said for piece in _THINK_TAG.split(part))
     end = start
-    for piece in (piece.strip() for piece in pieces):
-        at = text.find(piece, start)
-        if at < 0:
-            raise UnusableRow(Reason.CONTENT_LOST, f"missing: {piece[:60]!r}")
-        end = max(end, at + len(piece))
-    return end
+    for thought in thoughts:
+        _refuse_stops(template.stop_strings, thought)
+        end = _end_of_piece(template, text, end, thought)
+    end = _end_of_piece(template, text, end, answer)
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    return max([end, *(_end_of_piece(template, text, start, name) for name in names)])
+
+
+def _end_of_piece(template: ChatTemplate, text: str, start: int, piece: str) -> int:
+    # A thought of "<" or "think" must not be found in what the template itself puts there.
+    own = ["<think>", "</think>", *(token for token in template.stop_strings if token not in piece)]
+    for token in own:
+        text = text.replace(token, "\0" * len(token))
+    at = text.find(piece, start)
+    if at < 0:
+        raise UnusableRow(Reason.CONTENT_LOST, f"missing: {piece[:60]!r}")
+    return at + len(piece)
 
 
 def _cut_at_end_of_turn(template: ChatTemplate, conversation: Conversation, turn: _Turn, said: int) -> str:
@@ -237,7 +250,10 @@ def _beginning_of_next_turn(
 
 def _refuse_stop_inside(template: ChatTemplate, answer: str) -> None:
     ending = next((token for token in template.end_strings if answer.endswith(token)), "")
-    body = answer[: len(answer) - len(ending)]
-    for token in template.stop_strings | {ending}:
-        if token and token in body:
+    _refuse_stops(template.stop_strings | {ending}, answer[: len(answer) - len(ending)])
+
+
+def _refuse_stops(stops: frozenset[str], text: str) -> None:
+    for token in stops:
+        if token and token in text:
             raise UnusableRow(Reason.STOP_INSIDE, f"{token!r}")
