@@ -15,7 +15,7 @@ from draftline.data.rows import Row, RowShape, row_from_documents
 from draftline.errors import ConfigError
 from draftline.target.attention import Packing, UnsupportedPackingError, packed_attention
 from draftline.target.forward import Form, TappedForward, decoder_layers, share_weights
-from tests.target_families import BATCHED, FAMILIES, HIDDEN, NUM_LAYERS, PACKED, VOCAB, model
+from tests.target_families import BATCHED, FAMILIES, HIDDEN, NUM_LAYERS, PACKED, VOCAB, model, wide_model
 
 TAPS = (3, 0, 4)  # neither sorted nor complete; the last layer is below
 BUDGET = 256
@@ -57,12 +57,15 @@ def documents_of(loaded: Row) -> list[slice]:
 
 @pytest.mark.parametrize(("family", "form"), FORMS)
 def test_taps_are_the_outputs_of_their_layers_in_the_given_order(family: str, form: Form):
-    loaded = row(37, 61, 1, 90)
-    taps = taps_of(family, form, loaded)
+    loaded, target = row(37, 61, 1, 90), wide_model(family)
+    forward = TappedForward(target, TAPS, BUDGET, 8, form)
+    forward.load(loaded)
+    taps = forward.run()
     assert taps.shape == (BUDGET, len(TAPS) * HIDDEN)
+    tolerance = 1e-8 if taps.dtype == torch.float64 else 1e-4
     for document in documents_of(loaded):
-        expected = layer_outputs(model(family), loaded.input_ids[document], TAPS)
-        torch.testing.assert_close(taps[document], expected, rtol=1e-4, atol=1e-4)
+        expected = layer_outputs(target, loaded.input_ids[document], TAPS)
+        torch.testing.assert_close(taps[document], expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("family", "form"), FORMS)
