@@ -116,11 +116,11 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
     store = SyntheticStore(mixed_lengths(2000, options.tokens), shape.vocab)
     config = shape.target(num_layers=max(spec.target_layer_ids) + 1)
     target = random_target(TargetConfig(path=name), config, dtype, devices[0])
-    alone_plan = Plan("colocated", (devices[0],), (devices[0],), backend, dtype, 3, 1)
+    alone_plan = Plan("colocated", (devices[0],), (devices[0],), backend, dtype, "drafter_dtype", 3, 1)
     base = calibration_job(target, spec, alone_plan, rows, store, 1024, ROWS_PER_DRAFTER)
     sides: Calibration = calibrate(base)
     for mode, targets, drafters in (placement(name, devices) for name in options.placements):
-        plan = Plan(mode, tuple(targets), tuple(drafters), backend, dtype, 3, 1)
+        plan = Plan(mode, tuple(targets), tuple(drafters), backend, dtype, "drafter_dtype", 3, 1)
         per_step = ROWS_PER_DRAFTER * len(drafters)
         job = replace(
             base,
@@ -137,7 +137,7 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
             drafters,
             count_target(target.model, spec.target_layer_ids),
             DrafterCost(spec, options.tokens, options.blocks),
-            Sizes(dtype.itemsize, dtype.itemsize, plan.channel_slots, 1024, per_step),
+            Sizes(dtype.itemsize, dtype.itemsize, False, plan.channel_slots, 1024, per_step),
             split=mode == "split",
         )
         release(devices)

@@ -2,7 +2,7 @@
 
 Forward, backward, clipping and AdamW over one row of 4096 tokens with 512 blocks of 16, one document, every token
 supervised, random weights: built, proved and captured as in a run. Operations are counted as in docs/speed.md; the
-matmul peak is measured in the same process, before and after.
+matmul peak, of bfloat16 whatever the linear maps multiply in, is measured in the same process, before and after.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from shapes import SHAPES, matmul_peak, median_ms, report, write_kernels
 
 from draftline.compiling import compilations, gate
-from draftline.config import TargetConfig
+from draftline.config import Linears, TargetConfig
 from draftline.data.rows import RowShape
 from draftline.data.synthetic import SyntheticStore
 from draftline.drafter.step import distinct_windows
@@ -36,7 +36,9 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     shape, on_cuda = SHAPES[name], device.type == "cuda"
     spec = shape.spec()
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    plan = Plan("colocated", (device,), (device,), "flex" if on_cuda else "sdpa", dtype, 3, 1)
+    plan = Plan(
+        "colocated", (device,), (device,), "flex" if on_cuda else "sdpa", dtype, options.linears, 3, 1
+    )
     windows = distinct_windows(spec) if on_cuda else ()
     rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
     store = SyntheticStore(np.full(64, options.tokens), shape.vocab)
@@ -73,13 +75,16 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         place.settle()
     used = torch.cuda.max_memory_allocated(device) if on_cuda else 0
     cost = DrafterCost(spec, options.tokens, options.blocks)
-    sizes = Sizes(dtype.itemsize, dtype.itemsize, 0, options.chunk_rows, rows_per_step=1)
+    sizes = Sizes(
+        dtype.itemsize, dtype.itemsize, options.linears == "float8", 0, options.chunk_rows, rows_per_step=1
+    )
     tables = (1 if shape.tied else 2) * shape.vocab * shape.hidden * dtype.itemsize
     counted_memory = drafter_worker(cost, sizes, 1, split=True).total + tables
     peak = max(peak, matmul_peak(device))
     flops = cost.flops(options.tokens)
     return {
         "shape": name,
+        "linears": options.linears,
         "step_ms": milliseconds,
         "row_ms": row_ms,
         "tflop": flops / 1e12,
@@ -100,6 +105,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--chunk-rows", type=int, default=1024)
+    parser.add_argument("--linears", choices=get_args(Linears), default="drafter_dtype")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")
     parser.add_argument("--json", type=Path)

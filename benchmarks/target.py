@@ -30,7 +30,9 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     shape, on_cuda = SHAPES[name], device.type == "cuda"
     spec = shape.spec()
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    plan = Plan("colocated", (device,), (device,), "flex" if on_cuda else "sdpa", dtype, 3, 1)
+    plan = Plan(
+        "colocated", (device,), (device,), "flex" if on_cuda else "sdpa", dtype, "drafter_dtype", 3, 1
+    )
     document = options.tokens // options.documents
     rows = RowShape(options.tokens, 128, spec.block_size, 128, 7.0, ())
     store = SyntheticStore(np.full(64 * options.documents, document), shape.vocab)

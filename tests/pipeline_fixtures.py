@@ -86,7 +86,7 @@ def make_job(
     cpu = torch.device("cpu")
     job = Job(
         spec=SPEC,
-        plan=Plan("split", (cpu,) * targets, (cpu,) * drafters, "sdpa", torch.float32, 2, 1),
+        plan=Plan("split", (cpu,) * targets, (cpu,) * drafters, "sdpa", torch.float32, "drafter_dtype", 2, 1),
         schedule=Schedule(steps, rows_per_step, targets, drafters),
         shape=shape,
         source=RowSource(store, shape, seed=0),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftline.config import TILE
+from tests.test_float8 import needs_torchao
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = {
@@ -37,6 +38,32 @@ def test_a_benchmark_measures_a_tiny_shape_on_the_cpu_and_says_how_it_was_run(na
         assert FIGURES[name] <= row.keys()
         assert row["recompiles"] == 0
         assert all(value >= 0 for value in row.values() if isinstance(value, float))
+
+
+@needs_torchao
+def test_a_step_is_measured_with_float8_linear_maps(tmp_path: Path):
+    out, script = tmp_path / "out.json", ROOT / "benchmarks" / "step.py"
+    arguments = ["--shapes", "tiny", "--device", "cpu", "--linears", "float8_emulated", *SMALL["step"]]
+    subprocess.run(
+        [sys.executable, script, *arguments, "--json", out], check=True, timeout=240, capture_output=True
+    )
+    (row,) = json.loads(out.read_text())["results"]
+    assert row["linears"] == "float8_emulated"
+    assert row["step_ms"] > 0
+
+
+@needs_torchao
+def test_the_effect_of_float8_on_the_loss_is_measured_from_one_seed(tmp_path: Path):
+    out, script = tmp_path / "out.json", ROOT / "benchmarks" / "float8_loss.py"
+    arguments = ["--steps", "2", "--seeds", "5", "--json", str(out)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(
+        [sys.executable, script, *arguments], check=True, timeout=240, capture_output=True, env=environment
+    )
+    ordinary, rounded = json.loads(out.read_text())["results"]
+    assert [row["linears"] for row in (ordinary, rounded)] == ["drafter_dtype", "float8_emulated"]
+    assert rounded["loss"] != ordinary["loss"]
+    assert rounded["loss"] == pytest.approx(ordinary["loss"], rel=0.02)
 
 
 def test_products_are_timed_on_a_cpu_too(tmp_path: Path):

@@ -38,7 +38,7 @@ def job(target: Target, store: TokenStore) -> Job:
     wanted = DrafterConfig(num_layers=2, block_size=BLOCK, num_taps=3, intermediate_size=256)
     return Job(
         spec=resolve_spec(wanted, target.model.config, target.tokenizer, target.head.shape[0], scale=1.0),
-        plan=Plan("colocated", (CPU,), (CPU,), "sdpa", torch.float32, 2, 1),
+        plan=Plan("colocated", (CPU,), (CPU,), "sdpa", torch.float32, "drafter_dtype", 2, 1),
         schedule=Schedule(STEPS, rows_per_step=2, num_targets=1, num_drafters=1),
         shape=SHAPE,
         source=RowSource(store, SHAPE, seed=0),

@@ -130,6 +130,23 @@ def test_the_compute_type_can_be_asked_for(machine):
     assert plan(drafter_dtype="float32").drafter_dtype == torch.float32
 
 
+def test_float8_linear_maps_are_for_gpus_and_emulated_ones_for_cpus(machine):
+    machine(0)
+    assert plan(drafter_linears="float8_emulated").linears == "float8_emulated"
+    with pytest.raises(ConfigError, match=r"float8 needs a GPU: .*use float8_emulated .*or leave it out"):
+        plan(drafter_linears="float8")
+    machine(1)
+    assert plan(drafter_linears="float8").linears == "float8"
+    with pytest.raises(ConfigError, match=r"float8_emulated is for a CPU: .*use float8, or leave it out"):
+        plan(drafter_linears="float8_emulated")
+
+
+def test_the_plan_says_what_linear_maps_multiply_in_unless_it_is_the_drafters_type(machine):
+    machine(1)
+    assert "linears     products in float8" in "\n".join(plan(drafter_linears="float8").describe())
+    assert "linears" not in "\n".join(plan().describe())
+
+
 def test_the_plan_says_where_and_how_in_lines(machine):
     machine(8)
     lines = "\n".join(plan(targets=["cuda:0", "cuda:0"], drafters=["cuda:1", "cuda:2"]).describe())

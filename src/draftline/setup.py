@@ -22,6 +22,7 @@ from draftline.data.template import refuse_other_template
 from draftline.decoding.evaluate import Prompt, refuse_beyond_context
 from draftline.decoding.greedy import Limit
 from draftline.decoding.prompts import load_prompts
+from draftline.drafter.float8 import refuse_float8
 from draftline.drafter.model import empty_drafter
 from draftline.errors import DataError
 from draftline.parity import prove_start
@@ -104,6 +105,7 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
     # devices and their memory
     target_config = read_target_config(config.target)
     plan = make_plan(resolve_placement(config, spec, sketch))
+    refuse_float8(plan.linears, spec, plan.drafters)
     refuse_what_cannot_fit(config, spec, sketch, plan)
     torch.set_num_threads(plan.cpu_threads)  # before any thread starts: compiled code guards on it
     # held-out prompts, weights to start from, training data

@@ -15,6 +15,7 @@ from draftline.compiling.graphs import CapturedStep, LaunchedStep, Step
 from draftline.compiling.isolate import compile_isolated
 from draftline.compiling.proof import FLEX_BACKWARD, FLEX_FORWARD, SDPA, Expectation, prove
 from draftline.data.transfer import DeviceRow
+from draftline.drafter.float8 import set_linears
 from draftline.drafter.model import Drafter, drafter_of
 from draftline.drafter.step import AccumulatingStep, Compile, DrafterStep
 from draftline.optim import FlatParameters, ShardedAdamW
@@ -88,12 +89,14 @@ def build_drafter(
 
     Raises:
         AttentionFallbackError: the attention that ran in a warm step is not the one that was promised.
+        ConfigError: float8 was asked for and torchao cannot be imported.
     """
     captured = place.stream is not None
     compile_function: Compile | None = (
         (lambda function: compile_isolated(function, name)) if captured else None
     )
     drafter = drafter_of(job.spec, _first_weights(job, replicas))
+    num_float8 = set_linears(drafter, job.plan.linears)
     parameters, optimizer = _trained(job, drafter, place, index, compile_function)
     embedding, head = replicas.tables(place.device)
     width = job.spec.num_taps * job.spec.hidden_size
@@ -113,6 +116,8 @@ def build_drafter(
         compile_function,
     )
     notes = _prove(job, step, place, name) if captured else ()
+    if num_float8:
+        notes += (f"{name}: {num_float8} linear maps multiply in {job.plan.linears}",)
     finished = _accumulating(job, step, place, compile_function)
     with optimizer.withheld():
         update = _finish(optimizer.update, [optimizer], place, captured=captured)

@@ -131,6 +131,14 @@ class DrafterCost:
         """Hkv"""
         return self.spec.num_kv_heads * self.spec.head_dim
 
+    @property
+    def largest_operands(self) -> int:
+        """Values of the input, the output gradient and the weight of the linear map that has the most of them."""
+        hidden, queries = self.spec.hidden_size, self.blocks * self.spec.block_size
+        taps = (self.tokens, self.spec.num_taps * hidden)
+        maps = [taps, (queries, self.query_width), (queries, self.spec.intermediate_size)]
+        return max(rows * (width + hidden) + width * hidden for rows, width in maps)
+
     def flops(self, document_tokens: float) -> float:
         """Of forward and backward over one row whose documents have `document_tokens` on average."""
         spec, slots = self.spec, self.blocks * (self.spec.block_size - 1)

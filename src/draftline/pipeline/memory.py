@@ -43,6 +43,8 @@ class Sizes:
     """Of one of the target's weights, and of a tap."""
     drafter_bytes: int
     """Of one of the drafter's compute weights."""
+    float8: bool
+    """Whether its linear maps multiply copies in float8."""
     channel_slots: int
     chunk_rows: int
     rows_per_step: int
@@ -112,6 +114,8 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
             "gradients": sum_bytes * weights + (FLOAT32 * shard if num_drafters > 1 else 0),
             "drafter activations": activations,
             "loss": loss,
+            # of one map, which frees its copies before the next begins
+            "float8 copies": drafter.largest_operands if sizes.float8 else 0,
             # a row's gradients take the place of the activations that backward has used
             "row gradients": max(0, weights * sizes.drafter_bytes - activations - loss),
             "taps": _taps(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,

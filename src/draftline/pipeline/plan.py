@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from draftline.config import PlacementConfig
+from draftline.config import Linears, PlacementConfig
 from draftline.drafter.step import Backend
 from draftline.errors import ConfigError
 
@@ -24,6 +24,7 @@ class Plan:
     drafters: Devices
     backend: Backend
     drafter_dtype: torch.dtype
+    linears: Linears
     channel_slots: int
     cpu_threads: int
     """Threads of one operator on a CPU."""
@@ -38,10 +39,16 @@ class Plan:
             "split": f"targets on {_names(self.targets)}, drafters on {_names(self.drafters)}",
             "colocated": f"each of {_names(self.drafters)} runs target and drafter in turn",
         }
+        linears = {
+            "drafter_dtype": [],
+            "float8": ["linears     products in float8 with dynamic scales, training only"],
+            "float8_emulated": ["linears     float8 emulated: its rounding without its speed, training only"],
+        }
         return [
             f"placement   {self.mode}: {devices[self.mode]}",
             f"attention   {self.backend}: {kernel[self.backend]}",
             f"drafter     computes in {str(self.drafter_dtype).removeprefix('torch.')}, masters in float32",
+            *linears[self.linears],
         ]
 
 
@@ -62,7 +69,7 @@ def make_plan(config: PlacementConfig) -> Plan:
 
     Raises:
         ConfigError: a device does not exist, target and drafter lists do not fit the mode, or the attention
-            backend cannot train on the devices.
+            backend or the products of linear maps are not for the devices.
     """
     return _resolved(config, *_place(config))
 
@@ -71,7 +78,7 @@ def plan_for_gpus(config: PlacementConfig) -> Plan:
     """What a worker on a GPU does, which need not be here: for counting.
 
     Raises:
-        ConfigError: the attention backend is not one for GPUs.
+        ConfigError: the attention backend, or the products of linear maps, are not for GPUs.
     """
     gpu = (torch.device("cuda", 0),)
     return _resolved(config, "colocated", gpu, gpu)
@@ -90,6 +97,7 @@ def _resolved(
         drafters=drafters,
         backend=_choose_backend(config.attention, on_cuda=on_cuda),
         drafter_dtype=_choose_dtype(config.drafter_dtype, on_cuda=on_cuda),
+        linears=_choose_linears(config.drafter_linears, on_cuda=on_cuda),
         channel_slots=config.channel_slots,
         cpu_threads=max(1, (os.cpu_count() or 1) // _num_workers(mode, targets, drafters)),
     )
@@ -168,3 +176,17 @@ def _choose_dtype(wanted: str, *, on_cuda: bool) -> torch.dtype:
         return torch.bfloat16 if on_cuda else torch.float32
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def _choose_linears(wanted: Linears, *, on_cuda: bool) -> Linears:
+    if wanted == "float8" and not on_cuda:
+        raise ConfigError(
+            "placement.drafter_linears=float8 needs a GPU: a CPU has no float8 products; use float8_emulated for their "
+            "rounding without their speed, or leave it out"
+        )
+    if wanted == "float8_emulated" and on_cuda:
+        raise ConfigError(
+            "placement.drafter_linears=float8_emulated is for a CPU: on a GPU it would be slower than bfloat16; use "
+            "float8, or leave it out"
+        )
+    return wanted

@@ -19,6 +19,7 @@ from draftline.data.document import DocumentStore
 from draftline.data.rows import RowSource
 from draftline.data.store import TokenStore, open_store, read_manifest
 from draftline.data.synthetic import SyntheticStore, mixed_lengths
+from draftline.drafter.float8 import refuse_float8
 from draftline.errors import ConfigError
 from draftline.pipeline.calibrate import Calibration, calibrate, calibration_job, random_target
 from draftline.pipeline.costs import DrafterCost, TargetCost, count_target
@@ -128,6 +129,7 @@ def run_costs(config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan) 
         Sizes(
             dtype.itemsize,
             plan.drafter_dtype.itemsize,
+            plan.linears == "float8",
             plan.channel_slots,
             config.loss.chunk_rows,
             config.optim.rows_per_step,
@@ -145,9 +147,10 @@ def propose(
         timed: run a few rows of both sides on the first device here, with random weights.
 
     Raises:
-        ConfigError: no placement can be used.
+        ConfigError: no placement can be used, or the drafter's linear maps cannot multiply as asked.
     """
     plan = _plan_of_one(config.placement, hardware)
+    refuse_float8(plan.linears, spec, plan.drafters if timed else ())
     costs = run_costs(config, spec, sketch, plan)
     store = planned_store(config, spec.vocab_size)
     source = RowSource(store, row_shape(config, spec, plan.backend), config.seed)

@@ -103,7 +103,7 @@ def make_job(
     mode = "colocated" if targets == ["colocated"] else "split"
     return Job(
         spec=spec,
-        plan=Plan(mode, *devices, "flex", torch.bfloat16, 3, 4),
+        plan=Plan(mode, *devices, "flex", torch.bfloat16, "drafter_dtype", 3, 4),
         schedule=Schedule(steps, rows_per_step, len(targets), len(drafters)),
         shape=shape,
         source=RowSource(store, shape, seed=0),
@@ -219,6 +219,25 @@ def check_captured_equals_launched(gpus: int) -> dict[str, Any]:
     return {"last": captured[-1]}
 
 
+def check_float8_captured_equals_launched(gpus: int) -> dict[str, Any]:
+    """20 steps with float8 linear maps replayed from graphs give the launched steps' losses to the last bit, and those
+    of bfloat16 nearly."""
+
+    def in_float8() -> Job:
+        job = make_job(["cuda:0"], [f"cuda:{gpus - 1}"], 20, 2)
+        return replace(job, plan=replace(job.plan, linears="float8"))
+
+    captured = run(in_float8())
+    with mock.patch.object(build, "CapturedStep", Launched):
+        launched = run(in_float8())["losses"]
+    ordinary = run(make_job(["cuda:0"], [f"cuda:{gpus - 1}"], 20, 2))["losses"]
+    assert captured["losses"] == launched
+    assert captured["losses"] != ordinary
+    spread = max(abs(a - b) / b for a, b in zip(captured["losses"], ordinary, strict=True))
+    assert spread < 0.05, spread
+    return {"last": launched[-1], "from_bfloat16": spread, "notes": captured["notes"][-3:]}
+
+
 def check_drafter_counts(_gpus: int) -> dict[str, Any]:
     """Losses for 1, 2 and 3 drafters at the same global batch agree (bf16, so not to the bit)."""
     runs = {m: run(make_job(["cuda:0"], ["cuda:0"] * m, 20, 6))["losses"] for m in (1, 2, 3)}
@@ -242,6 +261,7 @@ CHECKS = (
     check_repeatable,
     check_no_host_synchronisation,
     check_captured_equals_launched,
+    check_float8_captured_equals_launched,
     check_sliding_layers,
     check_memory_is_flat,
 )
