@@ -89,7 +89,11 @@ def test_shards_load_like_one_file(folder: Path):
 
 def load_elsewhere(folder: Path) -> str:
     """What another process shows that loads a target; transformers' log cannot be caught in this one."""
-    code = "import sys; from tests.test_target_load import load; from pathlib import Path; load(Path(sys.argv[1]))"
+    # Draftline first, as its command does: it quiets what transformers' imports would say
+    code = (
+        "import draftline, sys; from pathlib import Path; from tests.test_target_load import load; "
+        "load(Path(sys.argv[1]))"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[1], env={**os.environ, "COLUMNS": "300"},

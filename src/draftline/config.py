@@ -184,9 +184,9 @@ class PlacementConfig(Frozen):
     """Compute type of the drafter; masters are always float32. auto: bfloat16 on CUDA, float32 on a CPU."""
     drafter_linears: Linears = "drafter_dtype"
     """Products of the drafter's linear maps in training. drafter_dtype: in it, like the rest. float8: in float8 with
-    dynamic scales, by torchao (`pip install 'draftline[float8]'`); needs GPUs of compute capability 8.9 and sizes that
-    are multiples of 16. float8_emulated: what float8 rounds to, on a CPU, slower than without; for its effect on the
-    loss. Weights that are saved are ordinary, and a run may go on with another choice."""
+    dynamic scales, by torchao (the extra `float8`); needs GPUs of compute capability 8.9 and sizes that are multiples
+    of 16. float8_emulated: what float8 rounds to, on a CPU, slower than without; for its effect on the loss. Weights
+    that are saved are ordinary, and a run may go on with another choice."""
 
 
 class CheckpointConfig(Frozen):

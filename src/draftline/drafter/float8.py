@@ -89,6 +89,6 @@ def _torchao(linears: Linears) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"placement.drafter_linears={linears} needs torchao, which cannot be imported ({error}); "
-            f"pip install 'draftline[float8]', {OR_WITHOUT}"
+            f"pip install torchao, {OR_WITHOUT}"
         ) from None
     return torchao.float8
