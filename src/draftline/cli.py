@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from draftline import __version__
@@ -27,6 +27,7 @@ from draftline.data.options import (
 from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
 from draftline.options import GenerateOptions, MeasureOptions, PlanOptions
+from draftline.outcome import json_document, readable
 from draftline.resilience.monitor import run_monitored, start_heartbeat
 from draftline.settings import parse_plan, parse_run, sentence
 
@@ -35,6 +36,7 @@ app = App(
     error_formatter=lambda error: f"draftline: {sentence(error)}",
     help="Train DFlash drafters: block-diffusion models that make a language model several times faster.",
     version=__version__,
+    suppress_keyboard_interrupt=False,  # `main` says what it means
 )
 
 Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -48,12 +50,15 @@ def main() -> None:
     """Run a command; the exit code is that of the error (errors.py), 1 for a bug."""
     try:
         _arm_faults()
-        app()
+        app(sys.argv[1:], exit_on_error=False)
+    except CycloptsError as error:  # it is printed already
+        sys.exit(_failed(ConfigError.exit_code, ConfigError.__name__, sentence(error)))
     except DraftlineError as error:
         sys.exit(_report(error))
     except KeyboardInterrupt:
-        print("draftline: interrupted before training began; nothing was lost", file=sys.stderr)
-        sys.exit(130)
+        cause = "interrupted before training began; nothing was lost"
+        print(f"draftline: {cause}", file=sys.stderr)
+        sys.exit(_failed(130, KeyboardInterrupt.__name__, cause))
     except Exception as error:  # noqa: BLE001 - a full disk, no memory, or a bug: its traceback is the report
         from draftline.resilience.ending import explained  # noqa: PLC0415 - a parent process that only waits needs no torch
 
@@ -61,7 +66,7 @@ def main() -> None:
         if isinstance(known, DraftlineError):
             sys.exit(_report(known))
         traceback.print_exc()
-        sys.exit(1)
+        sys.exit(_failed(1, type(error).__name__, str(error)))
 
 
 def _arm_faults() -> None:
@@ -77,9 +82,17 @@ def _report(error: DraftlineError) -> int:
     if isinstance(error, StallError) and error.stacks is not None:
         print(error.stacks, file=sys.stderr)
     print(f"draftline: {error}", file=sys.stderr)
-    for note in getattr(error, "__notes__", ()):
+    notes = getattr(error, "__notes__", ())
+    for note in notes:
         print(f"  {note}", file=sys.stderr)
-    return error.exit_code
+    return _failed(error.exit_code, type(error).__name__, str(error), notes)
+
+
+def _failed(exit_code: int, error: str, cause: str, notes: Sequence[str] = ()) -> int:
+    """With --json a failure is a document on standard output too; returns the exit code."""
+    if "--json" in sys.argv:  # the command line may be what could not be read
+        _print({"exit_code": exit_code, "error": error, "cause": cause, "notes": notes}, json_output=True)
+    return exit_code
 
 
 @app.command
@@ -98,13 +111,13 @@ def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     config = parse_run(tokens)
     if not start_heartbeat(os.environ):
         command = [sys.executable, "-m", "draftline", *sys.argv[1:]]
-        sys.exit(run_monitored(command, config.deadlines.stall_timeout_s, config.output))
+        sys.exit(run_monitored(command, config.deadlines.stall_timeout_s, config.output, _failed))
     from draftline.run import train as run_training  # noqa: PLC0415 - transformers takes seconds to import
     from draftline.trained import show_trained  # noqa: PLC0415
 
     trained = run_training(config, Screen(), sys.argv)
     if json_output:
-        _print(_plain(trained), json_output=True)
+        _print(asdict(trained), json_output=True)
     else:
         show_trained(trained, Console(highlight=False))
 
@@ -130,7 +143,7 @@ def plan(
     config = parse_plan(run, tokens)
     proposal = plan_run(config, options)
     if json_output:
-        print(json.dumps(plan_values(proposal)))
+        _print(plan_values(proposal), json_output=True)
     else:
         show_proposal(proposal, config.placement, Console(highlight=False))
 
@@ -394,7 +407,7 @@ def replay(folder: Path, *, json_output: JsonFlag = False) -> None:
     from draftline.resilience.replay import replay as compute_again  # noqa: PLC0415
 
     outcome = compute_again(folder)
-    print(json.dumps(to_json(outcome)) if json_output else "\n".join(describe(outcome)))
+    print(json_document(to_json(outcome)) if json_output else "\n".join(describe(outcome)))
     if not outcome.is_finite:
         sys.exit(NonFiniteError.exit_code)
 
@@ -451,22 +464,13 @@ def demo(
     """
     from draftline.demo import run_demo  # noqa: PLC0415 - transformers takes seconds to import
 
-    outcome = run_demo(target, output, sys.argv)
+    outcome = run_demo(target, output, sys.argv, json_output=json_output)
     if json_output:
         _print(outcome, json_output=True)
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    """A dataclass as JSON-ready values."""
-    return json.loads(json.dumps(asdict(record), default=str))
-
-
-def _print(values: dict[str, Any], *, json_output: bool) -> None:
-    if json_output:
-        print(json.dumps(values))
-        return
-    for key, value in values.items():
-        print(f"{key:24} {value}")
+def _print(values: Mapping[str, Any], *, json_output: bool) -> None:
+    print(json_document(values) if json_output else "\n".join(readable(values)))
 
 
 def _target(path: str, dtype: Dtype = "auto") -> TargetConfig:

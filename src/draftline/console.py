@@ -8,11 +8,49 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 PLAIN_EVERY_S = 5.0
 """Seconds between progress lines when the output is not a terminal."""
+FOLDED = 12
+"""Columns into which words of a table may be folded."""
+
+
+def fitting(table: Table, console: Console) -> RenderableType:
+    """A table, or every row of it as lines where the console is too narrow: no figure is ever cut.
+
+    Columns that are `no_wrap` hold figures and keep their width; the words in the others may be folded.
+    """
+    for column in table.columns:
+        column.overflow = "fold"
+    roomy = console.options.update(width=sum(map(_width, table.columns)) + 100)
+    folded = sum(max(0, _width(column) - FOLDED) for column in table.columns if not column.no_wrap)
+    if Measurement.get(console, roomy, table).maximum - folded <= console.width:
+        return table
+    return Group(*([table.title] if table.title else []), *_stacked(table))
+
+
+def _width(column: Column) -> int:
+    texts = [column.header, *column.cells]
+    return max(cell_len(line) for text in texts for line in Text.from_markup(str(text)).plain.split("\n"))
+
+
+def _stacked(table: Table) -> Iterator[Text]:
+    headings = [" ".join(str(column.header).split()) for column in table.columns]
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        first, *rest = map(str, cells)
+        if not table.show_header:
+            yield Text.from_markup("  ".join((first, *rest)))
+            continue
+        yield Text.from_markup(first)
+        for heading, cell in zip(headings[1:], rest, strict=True):
+            if cell:
+                yield Text.from_markup(f"  {heading}: {cell}")
 
 
 class Screen:
@@ -23,7 +61,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line for a person."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def progress(self, what: str, total: int | None, done: int = 0) -> Bar:
         """A progress bar, as a context manager; `total` None where the end is not known."""
@@ -70,4 +108,4 @@ class Bar:
         if not self._console.is_terminal and due:
             self._last = now
             of = "" if self._total is None else f"/{self._total}"
-            self._console.print(f"{self._what} {done}{of}  {detail}", markup=False)
+            self._console.print(f"{self._what} {done}{of}  {detail}".rstrip(), markup=False, soft_wrap=True)

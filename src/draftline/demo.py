@@ -7,7 +7,6 @@ compared with plain greedy decoding token by token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -16,11 +15,12 @@ from typing import Any, Literal
 
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from draftline.commands import answer_limit, load_pair
 from draftline.config import RunConfig
-from draftline.console import Screen
+from draftline.console import Screen, fitting
 from draftline.decoding.caches import choose_caches
 from draftline.decoding.decode import decode_events
 from draftline.decoding.evaluate import Comparison, Evaluation, Prompt, compare
@@ -53,8 +53,13 @@ def demo_config(target: Literal["tiny", "smollm2"], output: Path) -> RunConfig:
     return RunConfig.model_validate({**recipe, "output": output, "placement": placement})
 
 
-def run_demo(target: Literal["tiny", "smollm2"], output: Path, command: Sequence[str]) -> dict[str, Any]:
+def run_demo(
+    target: Literal["tiny", "smollm2"], output: Path, command: Sequence[str], *, json_output: bool
+) -> dict[str, Any]:
     """Train, measure, compare, export, show; returns the figures.
+
+    Args:
+        json_output: keep standard output free for them; what is shown goes to standard error.
 
     Raises:
         DraftlineError: see errors.py.
@@ -68,12 +73,12 @@ def run_demo(target: Literal["tiny", "smollm2"], output: Path, command: Sequence
     limit = answer_limit(target_model, config.evaluation.max_new_tokens)
     fixed = choose_caches("auto", target_model, drafter, prompts, limit, Screen())
     compared = compare(target_model, drafter, prompts, limit, fixed)
-    console = Console(highlight=False)
+    console = Console(stderr=json_output, highlight=False)
     _show_answers(
         console, target_model, drafter, prompts[:: max(1, len(prompts) // NUM_SHOWN)][:NUM_SHOWN], limit
     )
-    console.print(_summary(trained, compared))
-    console.print(f"The drafter lies in {trained.drafter}", soft_wrap=True)
+    console.print(fitting(_summary(trained, compared), console))
+    console.print(f"The drafter lies in {trained.drafter}", soft_wrap=True, markup=False)
     return _figures(trained, compared)
 
 
@@ -81,12 +86,15 @@ def _show_answers(
     console: Console, target: Target, drafter: Drafter, prompts: Sequence[Prompt], limit: Limit
 ) -> None:
     for prompt in prompts:
-        console.print(f"[dim]{target.tokenizer.decode(list(prompt.input_ids))}[/dim]", end="", soft_wrap=True)
+        asked = Text(str(target.tokenizer.decode(list(prompt.input_ids))), style="dim")
+        console.print(asked, end="", soft_wrap=True)
         print_answer(decode_events(target, drafter, prompt.input_ids, limit), target.tokenizer, console)
 
 
 def _summary(trained: Trained, compared: Comparison) -> Table:
-    table = Table(title="Draftline demo", show_header=False, title_justify="left")
+    table = Table(
+        Column(no_wrap=True), Column(), title="Draftline demo", show_header=False, title_justify="left"
+    )
     assert trained.before is not None
     assert trained.after is not None
     rows = {
@@ -110,7 +118,7 @@ def _tau(evaluation: Evaluation) -> str:
 
 
 def _figures(trained: Trained, compared: Comparison) -> dict[str, Any]:
-    figures = {
+    return {
         "steps": trained.steps,
         "seconds": trained.seconds,
         "target_tokens_per_s": trained.tokens_per_s,
@@ -120,4 +128,3 @@ def _figures(trained: Trained, compared: Comparison) -> dict[str, Any]:
         "decoding": asdict(compared),
         "drafter": str(trained.drafter),
     }
-    return json.loads(json.dumps(figures))

@@ -84,6 +84,16 @@ def test_a_trainer_killed_from_outside_is_told_with_the_signals_name_and_a_hint(
     assert "SIGKILL" in result["cause"]
 
 
+def test_whoever_waits_for_a_trainer_is_told_what_a_killed_one_cannot_say() -> None:
+    told = list[tuple[int, str, str]]()
+    body = "import os; os.kill(os.getpid(), 9)"
+    code = run_monitored([sys.executable, "-c", body], 30, failed=lambda *what: told.append(what))
+    assert [what[0] for what in told] == [code] == [1]
+    assert "killed by SIGKILL" in told[0][2]
+    assert run_monitored([sys.executable, "-c", "exit(4)"], 30, failed=lambda *what: told.append(what)) == 4
+    assert len(told) == 1, "one that ends by itself has said what there is to say"
+
+
 def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
     code, err, _ = finished("os.kill(os.getpid(), signal.SIGBUS)", tmp_path)
     assert code == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -159,7 +160,7 @@ def _require_no_distant_owner(folder: Path, host: str, beat_s: float) -> None:
     owner = read_owner(folder)
     if owner is None or owner.host == host:
         return
-    print(f"{folder} was last used by {owner}; waiting to see whether it is alive", flush=True)
+    print(f"{folder} was last used by {owner}; waiting to see whether it is alive", file=sys.stderr)
     seen, give_up = _beats(folder), time.monotonic() + _MISSED_BEATS * beat_s
     while time.monotonic() < give_up:
         time.sleep(beat_s / 4)

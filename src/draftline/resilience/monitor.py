@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -36,7 +36,12 @@ _STACKS_S = 1.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = None) -> int:
+def run_monitored(
+    argv: Sequence[str],
+    timeout_s: float,
+    folder: Path | None = None,
+    failed: Callable[[int, str, str], object] = lambda _code, _error, _cause: None,
+) -> int:
     """Run a trainer as a child process and return the exit code of the run. Main thread only.
 
     Signals are passed on. A child without a heartbeat for `2 * timeout_s` prints its stacks and is killed,
@@ -46,6 +51,7 @@ def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = N
         argv: The trainer's command line.
         timeout_s: The run's stall timeout in seconds.
         folder: Where `result.json` is written when the child could not do it.
+        failed: Told exit code, class of error and cause when the child could not say them itself.
 
     Returns:
         The child's own exit code; 6 (StallError) when it was killed for its silence; 1 when a signal killed
@@ -54,16 +60,17 @@ def run_monitored(argv: Sequence[str], timeout_s: float, folder: Path | None = N
     with _Child(argv, timeout_s) as child:
         silent = not child.ends_within(2 * timeout_s)
     if silent:
-        return _report(
-            folder,
-            argv,
-            StallError.exit_code,
+        cause = (
             f"the trainer gave no sign of life for {2 * timeout_s:g} s (a call holds the interpreter lock) "
             "and was killed; its stacks are above. The last finished checkpoint counts: run the same command "
-            "again",
+            "again"
         )
+        failed(StallError.exit_code, StallError.__name__, cause)
+        return _report(folder, argv, StallError.exit_code, cause)
     if child.code < 0:
-        return _report(folder, argv, 1, _death(signal.Signals(-child.code)))
+        cause = _death(signal.Signals(-child.code))
+        failed(1, "Killed", cause)
+        return _report(folder, argv, 1, cause)
     return child.code
 
 

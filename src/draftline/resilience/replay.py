@@ -179,6 +179,6 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 def to_json(outcome: Replay) -> dict[str, Any]:
-    """The outcome as JSON; a loss that is not finite becomes null, since JSON has no such number."""
-    rows = [asdict(row) | {"loss": row.loss if math.isfinite(row.loss) else None} for row in outcome.rows]
+    """The outcome as plain values."""
+    rows = [asdict(row) for row in outcome.rows]
     return {"step": outcome.step, "finite": outcome.is_finite, "weights": outcome.weights, "rows": rows}
