@@ -137,7 +137,7 @@ def test_a_token_named_as_one_that_ends_answers_may_not_stand_inside_one(prepare
 
 
 def test_a_stop_token_beyond_the_vocabulary_is_refused_with_the_range(prepared):
-    with pytest.raises(ConfigError, match=r"stop_token_ids=\[-1, 9999999\] .* which has 0 to \d+"):
+    with pytest.raises(ConfigError, match=r"stop_token_ids=\[-1, 9999999\] .* which has tokens 0 to \d+"):
         prepared("--stop-token-ids=-1", "--stop-token-ids=9999999")
 
 

@@ -113,6 +113,14 @@ def test_documents_print_with_their_source_row(prepared):
     assert "[[second<|im_end|>]]" in stream.getvalue()
 
 
+def test_what_a_document_is_stands_whole_on_a_narrow_terminal(prepared):
+    stream = io.StringIO()
+    print_documents(Console(file=stream, width=40), prepared[1], make_tokenizer(REWRITING), [2])
+    assert re.search(
+        r"source row 2, \d+ tokens, \d+ supervised \(\d+%\)", " ".join(stream.getvalue().split())
+    )
+
+
 def test_the_page_escapes_what_the_rows_say(prepared, tmp_path):
     _, store = prepared
     write_html(tmp_path / "page.html", store, make_tokenizer(REWRITING), [0, 1])

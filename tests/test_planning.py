@@ -85,6 +85,15 @@ def test_a_plan_counts_the_type_and_the_slots_that_the_run_asks_for():
         assert (sizes.drafter_bytes, sizes.channel_slots) == (4, 7), kind
 
 
+def test_a_plan_names_the_placement_of_the_run_in_lines(capsys):
+    app(
+        ["plan", "builtin:tiny", *SMALL, "--placement.mode=split", "--placement.targets=[cpu, cpu]"],
+        result_action="return_value",
+    )
+    shown = capsys.readouterr().out
+    assert "keeps:\n  placement.mode: split\n  placement.targets: cpu, cpu\n" in shown
+
+
 def test_a_rate_turns_counts_into_tokens_a_second(capsys):
     one, two = (plan_json(capsys, "--tflops", rate)["options"][0]["tokens_per_s"] for rate in ("1", "2"))
     assert two == pytest.approx(2 * one)

@@ -6,10 +6,12 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from draftline.config import PlacementConfig, RunConfig
+from draftline.console import fitting
 from draftline.options import PlanOptions
+from draftline.outcome import readable
 from draftline.pipeline.placement import GIB, Option
 from draftline.pipeline.planning import Hardware, Proposal, hardware_here, propose
 from draftline.setup import check_target
@@ -69,7 +71,8 @@ def show_proposal(proposal: Proposal, placement: PlacementConfig, console: Conso
     console.print(
         f"target {costs.target.num_weights / 1e6:,.1f} M weights, drafter {costs.drafter.num_weights / 1e6:,.1f} M"
     )
-    table = Table("placement", "tokens/s", "best", "hours", "GiB", box=SIMPLE)
+    figures = (Column(name, no_wrap=True) for name in ("tokens/s", "best", "hours", "GiB"))
+    table = Table("placement", *figures, box=SIMPLE)
     for option in proposal.options:
         values = _option_values(proposal, option)
         sizes = f"{values['target_device_gib']:.1f}"
@@ -82,11 +85,11 @@ def show_proposal(proposal: Proposal, placement: PlacementConfig, console: Conso
             _number(values["hours"], "{:.2f}"),
             sizes,
         )
-    console.print(table)
+    console.print(fitting(table, console))
     console.print(proposal.why(), soft_wrap=True)
     if placement != PlacementConfig():
-        asked = placement.model_dump(exclude_defaults=True)
-        console.print(f"The run itself names its placement, which `train` keeps: {asked}", soft_wrap=True)
+        asked = readable({"The run itself names its placement, which `train` keeps:": _asked(placement)})
+        console.print("\n".join(asked), soft_wrap=True, markup=False)
     if proposal.untimed is not None:
         console.print(proposal.untimed, soft_wrap=True)
     elif proposal.source == "counted":
@@ -99,6 +102,13 @@ def show_proposal(proposal: Proposal, placement: PlacementConfig, console: Conso
             "The data set is not prepared yet: hours follow from `draftline prepare` and data.path",
             soft_wrap=True,
         )
+
+
+def _asked(placement: PlacementConfig) -> dict[str, Any]:
+    return {
+        f"placement.{name}": value
+        for name, value in placement.model_dump(mode="json", exclude_defaults=True).items()
+    }
 
 
 def _number(value: float | None, form: str) -> str:

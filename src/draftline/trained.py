@@ -50,7 +50,7 @@ def show_trained(trained: Trained, console: Console) -> None:
     }
     for name, value in lines.items():
         if value is not None:
-            console.print(f"{name:20} {value}", soft_wrap=True)
+            console.print(f"{name:20} {value}", soft_wrap=True, markup=False)
 
 
 def _tau(evaluation: Evaluation) -> str:

@@ -73,7 +73,9 @@ def print_documents(
     for number in numbers:
         entry = store.entry(number)
         text = marked_text(segments(tokenizer, entry.document), colour=console.color_system is not None)
-        console.print(Panel(text, title=f"document {number}: {_summary(entry)}", title_align="left"))
+        # above the frame: as its title the figures would be cut where it is narrow
+        console.print(f"document {number}: {_summary(entry)}", highlight=False)
+        console.print(Panel(text))
 
 
 def select_documents(store: TokenStore, *, document: int | None, source: int | None) -> list[int]:

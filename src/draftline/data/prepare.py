@@ -145,7 +145,7 @@ def _refuse_unknown_tokens(token_ids: Sequence[int], num_tokens: int) -> None:
     unknown = [token_id for token_id in token_ids if not 0 <= token_id < num_tokens]
     if unknown:
         raise ConfigError(
-            f"stop_token_ids={unknown} are no tokens of the target's tokenizer, which has 0 to {num_tokens - 1}"
+            f"stop_token_ids={unknown} is not in the target's tokenizer, which has tokens 0 to {num_tokens - 1}"
         )
 
 
@@ -284,7 +284,9 @@ def _refuse_unmasked(tally: Tally, options: PrepareOptions, *, at_end: bool) -> 
     share = tally.unmasked / tally.rows
     if share > options.max_unmasked_share:
         reasons = "; ".join(
-            f"{reason} ({tally.examples[reason]})" for reason in tally.dropped if reason.unmasked
+            f"{count} x {reason} ({tally.examples[reason]})"
+            for reason, count in tally.dropped.most_common()
+            if reason.unmasked
         )
         raise DataError(
             f"{tally.unmasked} of {tally.rows} rows ({share:.0%}) have no supervised token, more than "
@@ -299,7 +301,7 @@ def _refuse_empty(tally: Tally, source: Source) -> None:
     if not tally.rows:
         raise DataError(f"{source.name} holds no rows")
     reasons = "; ".join(
-        f"{count} x {reason} ({tally.examples[reason]})" for reason, count in tally.dropped.items()
+        f"{count} x {reason} ({tally.examples[reason]})" for reason, count in tally.dropped.most_common()
     )
     fix = (
         "; let the target answer them first (`draftline regenerate`)"

@@ -55,7 +55,7 @@ class RegenerateReport:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {**vars(self), "skipped": {str(reason): count for reason, count in self.skipped.items()}}
+        return {**vars(self), "skipped": {str(reason): count for reason, count in self.skipped.most_common()}}
 
 
 def regenerate(

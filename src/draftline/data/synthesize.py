@@ -51,7 +51,7 @@ class SynthesizeReport:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        refused = {str(reason): count for reason, count in self.refused.items()}
+        refused = {str(reason): count for reason, count in self.refused.most_common()}
         examples = {str(reason): text for reason, text in self.examples.items()}
         return {**vars(self), "refused": refused, "examples": examples}
 
@@ -126,7 +126,7 @@ def _refuse_low_yield(report: SynthesizeReport, options: SynthesizeOptions) -> N
     if report.drawn < _JUDGED or report.written >= options.min_yield * report.drawn:
         return
     shown = "; ".join(
-        f"{count} x {reason}: {report.examples[reason]!r}" for reason, count in report.refused.items()
+        f"{count} x {reason}: {report.examples[reason]!r}" for reason, count in report.refused.most_common()
     )
     raise DataError(
         f"only {report.written} of {report.drawn} user turns of this target are usable ({shown}); "

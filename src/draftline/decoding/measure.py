@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
-from draftline.console import Screen
+from draftline.console import Screen, fitting
 from draftline.decoding.acceptance import Acceptance
 from draftline.decoding.advice import Prediction, Timings, block_sizes, predict_speedups, time_steps, warnings
 from draftline.decoding.caches import choose_caches
@@ -19,6 +20,9 @@ from draftline.drafter.model import Drafter
 from draftline.metrics import eval_metrics
 from draftline.options import Caches
 from draftline.target.load import Target
+
+BAR = 30
+"""Columns of a bar for all verify steps."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,13 @@ def measure(
 
 def print_measurement(measured: Measurement, console: Console) -> None:
     """Tables for a person."""
-    console.print(_acceptance_table(measured))
-    console.print(_position_table(measured.evaluation))
+    tables = [_acceptance_table(measured), _position_table(measured.evaluation)]
     if measured.decoding is not None and measured.timings is not None:
-        console.print(_speed_table(measured.decoding))
-        console.print(_prediction_table(measured))
+        tables += [_speed_table(measured.decoding), _prediction_table(measured)]
+    for table in tables:
+        console.print(fitting(table, console))
     for warning in measured.warnings:
-        console.print(f"[yellow]warning[/yellow] {warning}", soft_wrap=True)
+        console.print(Text.assemble(("warning", "yellow"), f" {warning}"), soft_wrap=True)
 
 
 def _acceptance_table(measured: Measurement) -> Table:
@@ -129,10 +133,10 @@ def _acceptance_table(measured: Measurement) -> Table:
         title=f"Acceptance length, greedy, {measured.target} in {measured.dtype} on {measured.device}",
         title_justify="left",
     )
-    for heading in ("prompts", "tau", "95 % interval", "mean of prompts", "prompts", "verify steps"):
-        table.add_column(heading, justify="left" if heading == "prompts" and not table.columns else "right")
-    if measured.speedup_model:
-        table.add_column("predicted speed-up", justify="right")
+    table.add_column("set")
+    headings = ["tau", "95 %\ninterval", "mean of\nprompts", "prompts", "verify\nsteps"]
+    for heading in [*headings, *(["predicted\nspeed-up"] if measured.speedup_model else [])]:
+        table.add_column(heading, justify="right", no_wrap=True)
     overall = measured.evaluation.overall
     size = measured.block_size
     gain = measured.timings.speedup(overall.tau, size) if measured.timings else None
@@ -157,14 +161,24 @@ def _acceptance_row(name: str, found: Acceptance, gain: float | None) -> list[st
 
 def _position_table(evaluation: Evaluation) -> Table:
     """Share of steps that kept at least so many drafts, as figures and as bars."""
-    table = Table(title="Drafts kept, share of verify steps", title_justify="left", show_header=False)
+    table = Table(
+        *(Column(no_wrap=True) for _ in range(3)),
+        title="Drafts kept, share of verify steps",
+        title_justify="left",
+        show_header=False,
+    )
     for slot, share in enumerate(evaluation.overall.accept_pos, start=1):
-        table.add_row(f"at least {slot}", f"{share:.3f}", f"[green]{'█' * round(40 * share)}[/green]")
+        table.add_row(f"at least {slot}", f"{share:.3f}", f"[green]{'█' * round(BAR * share)}[/green]")
     return table
 
 
 def _speed_table(decoding: Comparison) -> Table:
-    table = Table(title="Real decoding, one prompt at a time", title_justify="left", show_header=False)
+    table = Table(
+        *(Column(no_wrap=True) for _ in range(2)),
+        title="Real decoding, one prompt at a time",
+        title_justify="left",
+        show_header=False,
+    )
     rows = {
         "without drafter": f"{decoding.plain_tokens_per_s:.1f} tokens/s",
         "with drafter": f"{decoding.speculative_tokens_per_s:.1f} tokens/s",
@@ -182,7 +196,7 @@ def _prediction_table(measured: Measurement) -> Table:
     assert measured.timings is not None
     table = Table(title="Predicted at other block lengths (a model)", title_justify="left")
     for heading in ("block", "tau", "verify ms", "break-even tau", "speed-up"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for each in measured.predictions:
         table.add_row(
             str(each.block_size),
