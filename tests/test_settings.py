@@ -171,3 +171,9 @@ def test_a_plan_for_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.Ca
         app(["plan", "builtin:tiny", *flags])
     assert ended.value.code == 2
     assert "Input should be" in capsys.readouterr().err
+
+
+def test_the_usage_of_train_says_what_stands_where(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        app("train --help")
+    assert "Usage: draftline train [RUN.YAML] [--SETTING VALUE]... [--json]" in capsys.readouterr().out

@@ -95,7 +95,7 @@ def _failed(exit_code: int, error: str, cause: str, notes: Sequence[str] = ()) -
     return exit_code
 
 
-@app.command
+@app.command(usage="Usage: draftline train [RUN.YAML] [--SETTING VALUE]... [--json]")
 def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     """Train a drafter: `draftline train run.yaml [--optim.lr 1e-4 ...]`. The same command resumes.
 
