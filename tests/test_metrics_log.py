@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from draftline.metrics import METRICS, MetricsLog, Progress
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def move_away(path: Path) -> None:
+    path.rename(path.with_name("kept.jsonl"))
+
+
+def replace(path: Path) -> None:
+    path.unlink()
+    path.write_text("somebody's notes\n")
 
 
 def log_steps(folder: Path, first: int, last: int, resumed: int = 0) -> MetricsLog:
@@ -38,6 +54,25 @@ def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path: Path):
         file.write('{"progress/step": 4, "train/lo')
     log_steps(tmp_path, 4, 4, resumed=3)
     assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("happens", [remove, move_away, replace])
+def test_lines_are_written_again_where_somebody_took_the_file_away(
+    tmp_path: Path, happens: Callable[[Path], None]
+):
+    said = list[str]()
+    log_steps(tmp_path, 1, 2)
+    log = MetricsLog(tmp_path, 2, said.append)
+    log.write(Progress(step=3), {"train/loss": 3.0})
+    assert not said
+    happens(tmp_path / METRICS)
+    for step in (4, 5):
+        log.write(Progress(step=step), {"train/loss": float(step)})
+    log.close()
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+    (words,) = said
+    assert str(tmp_path / METRICS) in words
+    assert "written again" in words
 
 
 def test_it_knows_which_steps_have_been_evaluated(tmp_path: Path):

@@ -7,7 +7,9 @@ sort. `progress/*` comes with every record, so that steps, tokens and seconds ca
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -85,23 +87,49 @@ def eval_metrics(evaluation: Evaluation, accept_anchor_mean: float | None = None
 class MetricsLog:
     """Appends to `metrics.jsonl`; a resumed run goes on in the same file, after the step that it resumes."""
 
-    def __init__(self, folder: Path, step: int = 0) -> None:
-        """Forget what an ended process wrote after `step`, and the line that a kill cut off: both come again."""
+    def __init__(self, folder: Path, step: int = 0, say: Callable[[str], None] = print) -> None:
+        """Forget what an ended process wrote after `step`, and the line that a kill cut off: both come again.
+
+        Args:
+            folder: The run's.
+            step: Optimizer steps done.
+            say: Told when the file had to be written again.
+        """
+        self._path, self._say = folder / METRICS, say
         kept = _lines_until(folder / METRICS, step)
         self.evaluated = {int(line["eval/step"]) for line in kept if "eval/step" in line}
         """Steps whose evaluation is in the file."""
         text = "".join(json.dumps(line) + "\n" for line in kept)
         replace_bytes(FileSystem(), folder / METRICS, text.encode())
-        self._file: TextIO = (folder / METRICS).open("a", encoding="utf-8")
+        self._file: TextIO = self._path.open("a+", encoding="utf-8")
 
     def write(self, progress: Progress, metrics: dict[str, float]) -> None:
         """One line: where the run is, and the figures."""
+        self._put_back()
         self._file.write(json.dumps(progress.fields() | metrics) + "\n")
         self._file.flush()
+
+    def _put_back(self) -> None:
+        """Write every line again if somebody removed, moved or replaced the file: into the open one, nobody would
+        see them. A folder that is gone is the checkpoints' to report."""
+        if not self._path.parent.is_dir() or _is_at(self._path, self._file):
+            return
+        self._file.seek(0)
+        replace_bytes(FileSystem(), self._path, self._file.read().encode())
+        self._file.close()
+        self._file = self._path.open("a+", encoding="utf-8")
+        self._say(f"{self._path} was removed or replaced under the run; all its lines are written again")
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _lines_until(path: Path, step: int) -> list[dict[str, float]]:
