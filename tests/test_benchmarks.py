@@ -26,6 +26,18 @@ SMALL = {
 }
 
 
+def printed(code: str) -> str:
+    """What a line of Python prints where it can import the benchmarks."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        cwd=ROOT / "benchmarks",
+        text=True,
+    ).stdout
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_benchmark_measures_a_tiny_shape_on_the_cpu_and_says_how_it_was_run(name: str, tmp_path: Path):
     out = tmp_path / "out.json"
@@ -91,15 +103,7 @@ def test_products_are_timed_on_a_cpu_too(tmp_path: Path):
 
 def test_every_form_of_the_tiles_benchmark_divides_a_tile_of_the_tables():
     code = "import json, tiles; print(json.dumps(tiles.forms()))"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        timeout=120,
-        capture_output=True,
-        cwd=ROOT / "benchmarks",
-        text=True,
-    )
-    forms = json.loads(run.stdout)
+    forms = json.loads(printed(code))
     assert len(forms) == 7
     sizes = [size for options in forms.values() for name, size in options.items() if "BLOCK" in name]
     assert sizes
@@ -160,12 +164,4 @@ def test_a_required_peer_that_is_not_installed_is_an_error_before_anything_is_me
 
 def test_a_peer_without_figures_that_nobody_required_is_no_error():
     code = "import peers; peers.refuse([], {'speculators': 'failed: out of order'}); print('went on')"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        timeout=120,
-        capture_output=True,
-        cwd=ROOT / "benchmarks",
-        text=True,
-    )
-    assert run.stdout == "went on\n"
+    assert printed(code) == "went on\n"

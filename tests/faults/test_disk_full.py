@@ -74,7 +74,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     )
     if done.returncode != 0:
         # a disk that is really full needs a file system of its own; injected ENOSPC is tested beside it
-        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+        pytest.skip(f"mounting a tmpfs takes root, which this is not: {done.stderr.strip()}")
     yield mount
     subprocess.run(["umount", mount], check=True)
 

@@ -37,7 +37,9 @@ def sealed_off() -> list[str]:
         ):
             return command
     # without the right to make a namespace there is no way to take the network away from one process
-    pytest.skip("a network namespace is not permitted here")
+    pytest.skip(
+        "`unshare -n` and `unshare -rn` fail here: run it as root, or where user namespaces are allowed"
+    )
 
 
 def test_training_needs_no_network_runs_no_code_from_files_and_writes_no_secret(
