@@ -60,8 +60,8 @@ class Screen:
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
 
     def say(self, text: str) -> None:
-        """A line for a person."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        """A line for a person; in a log it stays one line, however long it is."""
+        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
 
     def progress(self, what: str, total: int | None, done: int = 0) -> Bar:
         """A progress bar, as a context manager; `total` None where the end is not known."""
