@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from draftline.console import Screen
+from draftline.data.fingerprint import hash_file
 from draftline.decoding.acceptance import Walk, acceptance
 from draftline.decoding.advice import Timings, block_sizes, predict_speedups, time_steps, warnings
 from draftline.decoding.evaluate import Comparison, Evaluation
+from draftline.run import train
 from draftline.serving.card import measured_in, measured_section, model_card, serve_lines
 from draftline.serving.measured import account, bound, earlier_figures, figures_to_show
+from draftline.settings import parse_run
 from tests.oracles.targets import random_target
 from tests.oracles.tiny import tiny_spec
+from tests.test_cli import SETTINGS
 
 ACCEPTANCE = acceptance([Walk((4, 3), (3, 2)), Walk((2, 1, 1), (1, 0, 0))], slots=3)
 EVALUATION = Evaluation(ACCEPTANCE, {"math": ACCEPTANCE}, ce=1.5, tau_by_drafts=(1.6, 1.9, 2.2))
@@ -118,6 +123,20 @@ def test_figures_of_other_or_unknown_weights_are_never_kept_and_said_to_be_dropp
 def test_what_is_measured_now_takes_the_place_of_earlier_figures(tmp_path):
     earlier = earlier_figures([card_in(tmp_path / "out", bound("## Acceptance\n\nold", OURS))])
     assert figures_to_show("new", earlier, OURS) == bound("new", OURS)
+
+
+def test_a_run_that_measures_nothing_keeps_the_figures_that_its_drafter_has(tmp_path):
+    flags = [flag for flag in SETTINGS if not flag.startswith(("--data.eval-path", "--evaluation"))]
+    config = parse_run([*flags, "--optim.steps=1", f"--output={tmp_path / 'run'}"])
+    drafter = train(config, Screen(quiet=True)).drafter
+    section = bound("## Acceptance\n\nby an export", hash_file(drafter / "model.safetensors"))
+    assert "Acceptance was not measured." in (drafter / "README.md").read_text()
+    (drafter / "README.md").write_text(section)
+
+    train(config, Screen(quiet=True))
+
+    assert section in (drafter / "README.md").read_text()
+    assert "## Serving" in (drafter / "README.md").read_text()
 
 
 def test_a_card_that_cannot_be_read_has_no_figures(tmp_path):
