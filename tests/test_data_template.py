@@ -113,7 +113,7 @@ def test_reasoning_that_the_template_leaves_out_is_never_trained_around():
     assert dropped.value.reason is Reason.CONTENT_LOST
 
 
-@pytest.mark.parametrize("thought", ["<", "think", "im_end", "Thr"])
+@pytest.mark.parametrize("thought", ["<", "think", "im_end", "Thr", "\0", "\0\0"])
 def test_a_thought_left_out_is_not_found_in_the_templates_own_tags_nor_in_the_answer(thought: str):
     shows_an_empty_block = CHATML.replace("+ message.content", "+ '<think></think>' + message.content")
     assert shows_an_empty_block != CHATML
@@ -121,6 +121,38 @@ def test_a_thought_left_out_is_not_found_in_the_templates_own_tags_nor_in_the_an
     with pytest.raises(UnusableRow) as dropped:
         answers(template(shows_an_empty_block), ASK, said)
     assert dropped.value.reason is Reason.CONTENT_LOST
+
+
+@pytest.mark.parametrize("source", [CHATML, REWRITING, OPENS_THINK])
+def test_a_thought_that_a_row_gives_by_its_name_and_in_the_content_is_one_thought(source: str):
+    both = {**THOUGHT_INLINE, "reasoning": "Count them.\n"}
+    once, twice = (parse_record({"messages": [ASK, said]}) for said in (THOUGHT_INLINE, both))
+    assert isinstance(twice, Conversation)
+    assert twice == once
+    ((answer,),) = answers(template(source), *twice.messages)
+    assert answer.count("Count them.") == 1
+    other = parse_record({"messages": [ASK, {**both, "reasoning": "Add them."}]})
+    assert isinstance(other, Conversation)
+    assert other.messages[1]["reasoning_content"] == "Add them."
+
+
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands_in_the_text():
+    half = "\ud800"
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": half}}}
+    for source, said in (
+        (REWRITING, {"role": "assistant", "content": "Three.", "reasoning_content": half}),
+        (CHATML, {"role": "assistant", "content": "", "tool_calls": [call]}),
+    ):
+        with pytest.raises(UnusableRow) as dropped:
+            answers(template(source), ASK, said)
+        assert dropped.value.reason is Reason.NOT_TEXT
+
+
+def test_a_stop_token_that_the_tokenizer_does_not_have_stands_in_no_answer():
+    tokenizer = make_tokenizer(CHATML)
+    unknown = ChatTemplate(tokenizer, TemplateOptions(stop_token_ids=(len(tokenizer) + 7,)))
+    said = {"role": "assistant", "content": "It returns None."}
+    assert answers(unknown, ASK, said) == [["It returns None." + END]]
 
 
 def test_a_thought_that_would_stop_the_target_is_refused_also_where_the_template_leaves_it_out():

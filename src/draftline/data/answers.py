@@ -199,12 +199,13 @@ def _end_of_message(template: ChatTemplate, text: str, start: int, message: dict
 def _end_of_piece(template: ChatTemplate, text: str, start: int, piece: str) -> int:
     # A thought of "<" or "think" must not be found in what the template itself puts there.
     own = ["<think>", "</think>", *(token for token in template.stop_strings if token not in piece)]
-    for token in own:
-        text = text.replace(token, "\0" * len(token))
-    at = text.find(piece, start)
-    if at < 0:
-        raise UnusableRow(Reason.CONTENT_LOST, f"missing: {piece[:60]!r}")
-    return at + len(piece)
+    end = start
+    for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, own))})", text[start:])):
+        is_own = number % 2
+        if not is_own and piece in part:
+            return end + part.index(piece) + len(piece)
+        end += len(part)
+    raise UnusableRow(Reason.CONTENT_LOST, f"missing: {piece[:60]!r}")
 
 
 def _cut_at_end_of_turn(template: ChatTemplate, conversation: Conversation, turn: _Turn, said: int) -> str:

@@ -152,6 +152,16 @@ def has_reasoning(message: dict[str, Any]) -> bool:
     return bool(message.get("reasoning_content", "").strip()) or "</think>" in message["content"]
 
 
+def refuse_half_pairs(text: str) -> None:
+    """Refuse text that no tokenizer takes.
+
+    Raises:
+        UnusableRow: it holds half of a surrogate pair.
+    """
+    if _SURROGATE.search(text):
+        raise UnusableRow(Reason.NOT_TEXT, "half of a surrogate pair, which no tokenizer takes")
+
+
 def _refuse_repeated_role(messages: tuple[dict[str, Any], ...], index: int) -> None:
     role = messages[index]["role"]
     if index and role in ("user", "assistant") and messages[index - 1]["role"] == role:
@@ -206,6 +216,8 @@ def _message(raw: Any) -> dict[str, Any]:
         if isinstance(raw.get(key), str) and raw[key]:
             message["reasoning_content"] = raw[key]
             break
+    if _gives_thought_twice(message):
+        del message["reasoning_content"]  # some servers give a thought twice; the target wrote it once
     if named == "function_call":
         message |= {"content": "", "tool_calls": _tool_calls(message["content"])}
     elif raw.get("tool_calls"):
@@ -216,6 +228,12 @@ def _message(raw: Any) -> dict[str, Any]:
     return message
 
 
+def _gives_thought_twice(message: dict[str, Any]) -> bool:
+    thought = message.get("reasoning_content", "").strip()
+    inside, tag, _ = message["content"].partition("</think>")
+    return bool(thought and tag) and inside.strip().removeprefix("<think>").strip() == thought
+
+
 def _text(content: Any) -> str:
     if content is None:
         return ""
@@ -223,8 +241,7 @@ def _text(content: Any) -> str:
         return "".join(_part_text(part) for part in content)
     if not isinstance(content, str):
         raise UnusableRow(Reason.NOT_TEXT, f"a {type(content).__name__}")
-    if _SURROGATE.search(content):
-        raise UnusableRow(Reason.NOT_TEXT, "half of a surrogate pair, which no tokenizer takes")
+    refuse_half_pairs(content)
     return content
 
 

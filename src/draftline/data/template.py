@@ -23,6 +23,7 @@ import jinja2.meta
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from draftline.data.conversations import refuse_half_pairs
 from draftline.data.fingerprint import hash_template
 from draftline.data.reasons import Reason, UnusableRow
 from draftline.errors import ConfigError, DataError
@@ -130,6 +131,7 @@ class ChatTemplate:
         except TEMPLATE_FAILURES as error:
             raise UnusableRow(Reason.REFUSED, f"{type(error).__name__}: {error}") from None
         texts, marks = rendered
+        refuse_half_pairs(texts[0])  # here also what stood in a thought, a call or a tool
         return texts[0], marks[0] if marks else []
 
     def _wants_parts(self) -> bool:
@@ -237,8 +239,9 @@ def _special_strings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def _stop_strings(tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]) -> frozenset[str]:
-    named = (str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in stop_token_ids)
-    return frozenset({*_eos(tokenizer), *named})
+    # generation_config.json may name a token that the tokenizer lacks: it stands in no text
+    named = (tokenizer.convert_ids_to_tokens(token_id) for token_id in stop_token_ids)
+    return frozenset({*_eos(tokenizer), *(token for token in named if isinstance(token, str))})
 
 
 def _eos(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
