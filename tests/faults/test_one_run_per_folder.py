@@ -86,7 +86,7 @@ def test_an_owner_on_another_host_that_still_beats_is_respected_though_its_lock_
     with pytest.raises(FolderInUseError, match="on far-away"), RunFolder(tmp_path, "second", beat_s=0.2):
         pass
     stop.set()
-    assert "last used by process 77 on far-away" in capsys.readouterr().out
+    assert "last used by process 77 on far-away" in capsys.readouterr().err
 
 
 def test_an_owner_on_another_host_that_no_longer_beats_is_replaced_whatever_its_clock_says(
