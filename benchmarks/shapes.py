@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -161,13 +163,17 @@ def environment(device: torch.device) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "gpus": torch.cuda.device_count(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": commit.stdout.strip() or "no repository",
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+def _processor() -> str:
+    return f"{os.cpu_count()} {platform.machine()} cores, load average {os.getloadavg()[2]:.1f}"
 
 
 def report(title: str, rows: list[dict[str, Any]], device: torch.device, out: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftline.config import TILE
-from tests.test_float8 import needs_torchao
+from tests.marks import needs_torchao
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = {
@@ -46,6 +47,7 @@ def test_a_benchmark_measures_a_tiny_shape_on_the_cpu_and_says_how_it_was_run(na
     subprocess.run([sys.executable, script, *arguments], check=True, timeout=240, capture_output=True)
     written = json.loads(out.read_text())
     assert {"date", "hardware", "torch", "commit", "command"} <= written.keys()
+    assert f"{os.cpu_count()} {platform.machine()} cores, load average " in written["hardware"]
     for row in written["results"]:
         assert FIGURES[name] <= row.keys()
         assert row["recompiles"] == 0

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +33,7 @@ from draftline.resilience.faults import Fault, armed
 from draftline.run import train
 from draftline.serving.importing import load_drafter
 from draftline.settings import parse_run
+from tests.marks import needs_torchao
 from tests.oracles.tiny import packed_row, random_drafter, row_hidden, tiny_spec
 from tests.pipeline_fixtures import make_job, run_job
 from tests.test_cli import SETTINGS as CLI_SETTINGS
@@ -41,9 +41,6 @@ from tests.test_cli import SETTINGS as CLI_SETTINGS
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED: Linears = "float8_emulated"
 SETTINGS = [*(flag for flag in CLI_SETTINGS if "every" not in flag), "--checkpoint.every=2"]
-needs_torchao = pytest.mark.skipif(
-    find_spec("torchao") is None, reason="torchao is not installed: pip install torchao"
-)
 
 
 def distance(left: Tensor, right: Tensor) -> float:
