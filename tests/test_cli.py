@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -194,7 +195,7 @@ def export_here(*arguments: object) -> None:
     app(words, exit_on_error=False, print_error=False, result_action="return_value")
 
 
-def test_an_export_without_prompts_keeps_the_figures_of_these_weights_and_drops_those_of_others(
+def test_an_export_without_prompts_keeps_the_figures_of_this_drafter_and_drops_those_of_others(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "1000")
@@ -205,13 +206,21 @@ def test_an_export_without_prompts_keeps_the_figures_of_these_weights_and_drops_
     for flags in ([], [target]):
         export_here(run, out, *flags)
         assert figures in (out / "README.md").read_text()
-        assert "are kept: they were measured with these weights" in capsys.readouterr().err
+        assert "are kept: they were measured with this drafter" in capsys.readouterr().err
 
     export_here(run / "checkpoints" / "step-000004", out, "--overwrite")
     assert "Acceptance was not measured." in (out / "README.md").read_text()
     said = capsys.readouterr().err
     assert "are dropped: they were measured with other weights" in said
     assert "To measure, name prompts" in said
+
+    shutil.copytree(run / "drafter", tmp_path / "edited")
+    settings = json.loads((tmp_path / "edited" / "config.json").read_text())
+    settings["rope_theta"] = settings["rope_parameters"]["rope_theta"] = 123.0
+    (tmp_path / "edited" / "config.json").write_text(json.dumps(settings))
+    export_here(tmp_path / "edited", tmp_path / "of edited")
+    assert "Acceptance was not measured." in (tmp_path / "of edited" / "README.md").read_text()
+    assert "do not apply: they were measured with these weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["z-lab", "speculators"])

@@ -15,7 +15,15 @@ from draftline.decoding.advice import Timings, block_sizes, predict_speedups, ti
 from draftline.decoding.evaluate import Comparison, Evaluation
 from draftline.run import train
 from draftline.serving.card import measured_in, measured_section, model_card, serve_lines
-from draftline.serving.measured import account, bound, earlier_figures, figures_to_show
+from draftline.serving.importing import load_drafter
+from draftline.serving.measured import (
+    DrafterHash,
+    account,
+    bound,
+    drafter_hash,
+    earlier_figures,
+    figures_to_show,
+)
 from draftline.settings import parse_run
 from tests.oracles.targets import random_target
 from tests.oracles.tiny import tiny_spec
@@ -80,7 +88,9 @@ def test_a_card_shows_what_was_measured_and_admits_what_was_not():
     assert "| prompts |" not in silent
 
 
-OURS, OTHERS = "a" * 64, "b" * 64
+OURS = drafter_hash("a" * 64, tiny_spec())
+OTHERS = DrafterHash("b" * 64, OURS.settings)
+OTHER_BLOCK = drafter_hash(OURS.weights, tiny_spec(block_size=tiny_spec().block_size // 2))
 
 
 def card_in(folder: Path, figures: str | None) -> Path:
@@ -89,7 +99,20 @@ def card_in(folder: Path, figures: str | None) -> Path:
     return folder
 
 
-def test_figures_of_the_very_same_weights_are_found_in_an_earlier_card_word_for_word(tmp_path):
+def test_a_drafter_is_named_by_what_it_does_and_not_by_how_its_settings_are_spelled():
+    spec = tiny_spec()
+    spelled = spec.model_copy(update={"is_causal": False, "tokenizer_sha256": "c" * 64, "eos_token_id": 3})
+    assert drafter_hash(OURS.weights, spelled) == OURS
+    for change in (
+        {"rope_theta": 1e4},
+        {"target_layer_ids": (0, 2)},
+        {"mask_token_id": 5},
+        {"is_causal": True},
+    ):
+        assert drafter_hash(OURS.weights, spec.model_copy(update=change)) != OURS, change
+
+
+def test_figures_of_the_very_same_drafter_are_found_in_an_earlier_card_word_for_word(tmp_path):
     section = bound(measured_section(EVALUATION, "Measured on owner/target."), OURS)
     folders = [
         tmp_path / "nothing here",
@@ -100,7 +123,7 @@ def test_figures_of_the_very_same_weights_are_found_in_an_earlier_card_word_for_
     earlier = earlier_figures(folders)
 
     assert figures_to_show(None, earlier, OURS) == section
-    assert f"`{OURS}`" in section
+    assert f"`{OURS.weights}`" in section
     assert f"figures of {folders[2]}/README.md are kept" in account(earlier, OURS, folders[2])
 
 
@@ -108,10 +131,13 @@ def test_figures_of_the_very_same_weights_are_found_in_an_earlier_card_word_for_
     ("section", "why"),
     [
         (bound("## Acceptance", OTHERS), "other weights (SHA-256 bbbbbbbbbbbb, these are aaaaaaaaaaaa)"),
-        ("## Acceptance", "does not tell with which weights"),
+        (bound("## Acceptance", OTHER_BLOCK), "these weights (SHA-256 aaaaaaaaaaaa) under other settings in"),
+        ("## Acceptance", "does not tell with which drafter"),
     ],
 )
-def test_figures_of_other_or_unknown_weights_are_never_kept_and_said_to_be_dropped(section, why, tmp_path):
+def test_figures_of_another_or_an_unknown_drafter_are_never_kept_and_said_to_be_dropped(
+    section, why, tmp_path
+):
     folder = card_in(tmp_path / "out", section)
     earlier = earlier_figures([folder])
 
@@ -129,7 +155,9 @@ def test_a_run_that_measures_nothing_keeps_the_figures_that_its_drafter_has(tmp_
     flags = [flag for flag in SETTINGS if not flag.startswith(("--data.eval-path", "--evaluation"))]
     config = parse_run([*flags, "--optim.steps=1", f"--output={tmp_path / 'run'}"])
     drafter = train(config, Screen(quiet=True)).drafter
-    section = bound("## Acceptance\n\nby an export", hash_file(drafter / "model.safetensors"))
+    spec, _ = load_drafter(drafter)
+    named = drafter_hash(hash_file(drafter / "model.safetensors"), spec)
+    section = bound("## Acceptance\n\nby an export", named)
     assert "Acceptance was not measured." in (drafter / "README.md").read_text()
     (drafter / "README.md").write_text(section)
 
@@ -137,6 +165,22 @@ def test_a_run_that_measures_nothing_keeps_the_figures_that_its_drafter_has(tmp_
 
     assert section in (drafter / "README.md").read_text()
     assert "## Serving" in (drafter / "README.md").read_text()
+
+
+def test_a_run_that_measures_nothing_says_that_it_drops_the_figures_of_what_it_replaces(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "1000")
+    flags = [flag for flag in SETTINGS if not flag.startswith(("--data.eval-path", "--evaluation"))]
+    config = parse_run([*flags, "--optim.steps=1", f"--output={tmp_path / 'run'}"])
+    drafter = train(config, Screen()).drafter
+    assert "figures" not in capsys.readouterr().err
+    (drafter / "README.md").write_text(bound("## Acceptance", OTHERS))
+
+    train(config, Screen())
+
+    assert "Acceptance was not measured." in (drafter / "README.md").read_text()
+    assert "are dropped: they were measured with other weights" in capsys.readouterr().err
 
 
 def test_a_card_that_cannot_be_read_has_no_figures(tmp_path):

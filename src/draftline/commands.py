@@ -43,7 +43,14 @@ from draftline.serving.export import (
 )
 from draftline.serving.export_proof import Proof, prove_on_target
 from draftline.serving.importing import MODEL, find_drafter, load_drafter, refuse_misfit
-from draftline.serving.measured import EarlierFigures, account, earlier_figures, figures_to_show, same_weights
+from draftline.serving.measured import (
+    EarlierFigures,
+    account,
+    drafter_hash,
+    earlier_figures,
+    figures_to_show,
+    same_drafter,
+)
 from draftline.serving.speculators import Verifier, refuse_inexpressible
 from draftline.target.inspect import stop_token_ids
 from draftline.target.load import (
@@ -171,7 +178,7 @@ def export_run(
     card = _card_writer(spec, NO_TARGET, name, "z-lab", None, earlier)
     export_drafter(spec, module.state_dict(), out, card, overwrite=overwrite)
     outcome = _exported(source, out, module, serve_lines(spec, NO_TARGET, name))
-    return _with_account(outcome, earlier, None, out, screen)
+    return _with_account(outcome, spec, earlier, None, out, screen)
 
 
 def _export_on_target(
@@ -215,7 +222,7 @@ def _export_on_target(
     else:
         export_drafter(spec, weights, out, card, prove, overwrite=overwrite)
     outcome = _exported(source, out, module, serve_lines(spec, called, name, form))
-    return _with_account(outcome, earlier, measured, out, screen) | {"proof": asdict(proofs[0])}
+    return _with_account(outcome, spec, earlier, measured, out, screen) | {"proof": asdict(proofs[0])}
 
 
 def _cards(out: Path, source: Path) -> list[Path]:
@@ -238,25 +245,27 @@ def _card_writer(
         fresh = measured_section(measured.evaluation, conditions, measured.decoding, measured.predictions)
 
     def write(sha256: str) -> str:
-        return model_card(spec, target, name, form, figures_to_show(fresh, earlier, sha256))
+        figures = figures_to_show(fresh, earlier, drafter_hash(sha256, spec))
+        return model_card(spec, target, name, form, figures)
 
     return write
 
 
 def _with_account(
     outcome: dict[str, Any],
+    spec: DrafterSpec,
     earlier: Sequence[EarlierFigures],
     measured: Measurement | None,
     out: Path,
     screen: Screen,
 ) -> dict[str, Any]:
     """The outcome with what the card's figures are; says so where they were not measured just now."""
-    sha256 = hash_file(out / MODEL)
-    kept = same_weights(earlier, sha256)
+    drafter = drafter_hash(hash_file(out / MODEL), spec)
+    kept = same_drafter(earlier, drafter)
     if measured is None:
-        screen.say(account(earlier, sha256, out))
+        screen.say(account(earlier, drafter, out))
     figures = "measured" if measured else f"kept from {kept.card}" if kept else "not measured"
-    return {**outcome, "sha256": sha256, "figures": figures}
+    return {**outcome, "sha256": drafter.weights, "figures": figures}
 
 
 def _greeting(sketch: Target) -> list[Prompt]:

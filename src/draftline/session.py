@@ -33,7 +33,7 @@ from draftline.resilience.signals import StopOnSignal
 from draftline.resilience.watchdog import Starvation
 from draftline.serving.card import measured_in, measured_section, model_card
 from draftline.serving.export import config_json, export_drafter, serving_tensors
-from draftline.serving.measured import earlier_figures, figures_to_show
+from draftline.serving.measured import account, drafter_hash, earlier_figures, figures_to_show
 from draftline.setup import Prepared, checkpoint_bytes
 from draftline.trained import Trained
 
@@ -303,9 +303,11 @@ class Session:
         fresh, earlier = self._card_section(after), earlier_figures([out])
 
         def card(sha256: str) -> str:
-            return model_card(
-                spec, self._job.target.name, str(out), figures=figures_to_show(fresh, earlier, sha256)
-            )
+            drafter = drafter_hash(sha256, spec)
+            if fresh is None and earlier:
+                self._screen.say(account(earlier, drafter, out))
+            figures = figures_to_show(fresh, earlier, drafter)
+            return model_card(spec, self._job.target.name, str(out), figures=figures)
 
         return export_drafter(spec, weights, out, card, overwrite=True)  # of this very run, before it went on
 

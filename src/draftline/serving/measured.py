@@ -1,7 +1,8 @@
-"""Figures in a model card, bound by SHA-256 to the weights that they were measured with.
+"""Figures in a model card, bound to the drafter that they were measured with: its weights and its settings.
 
-A card is written anew with every export, also by one that measures nothing. Figures of the very same
-`model.safetensors` are then kept as they stand in an earlier card; figures of any other weights never are.
+A card is written anew with every export, also by one that measures nothing. Figures of the very same drafter are then
+kept as they stand in an earlier card; figures of any other never are. The same `model.safetensors` under another block
+size or other taps drafts other tokens, so the weights' hash alone does not name a drafter.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftline.config import DrafterSpec
+from draftline.data.fingerprint import hash_json
 from draftline.resilience.names import read_regular
 
 CARD = "README.md"
@@ -20,9 +23,22 @@ _MAX_BYTES = 2**20
 _SHOWN = 12
 """Digits of a SHA-256 in a message."""
 _BLOCK = re.compile(
-    r"<!-- draftline: measured with sha256 ([0-9a-f]{64}) -->\n.*?\n<!-- draftline: end of measured -->",
+    r"<!-- draftline: measured with sha256 ([0-9a-f]{64}) and settings ([0-9a-f]{64}) -->\n.*?\n"
+    r"<!-- draftline: end of measured -->",
     re.DOTALL,
 )
+_NOT_DRAFTING = {"bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_sha256"}
+"""Fields that no draft depends on, and that not every format tells."""
+
+
+@dataclass(frozen=True)
+class DrafterHash:
+    """Names one drafter, whatever folder or format it lies in."""
+
+    weights: str
+    """SHA-256 of `model.safetensors`."""
+    settings: str
+    """SHA-256 of what the drafter's specification does."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +46,23 @@ class EarlierFigures:
     """What a card that is already there has measured."""
 
     card: Path
-    sha256: str | None
-    """Of the weights' file; None for a card that does not tell it, whose figures belong to no weights."""
+    drafter: DrafterHash | None
+    """None for a card that does not tell it, whose figures belong to no drafter."""
     block: str
     """Markdown between, and with, the marks that `bound` sets."""
 
 
-def bound(section: str, sha256: str) -> str:
-    """A section of a card, marked as measured with the weights whose file has this hash."""
+def drafter_hash(weights: str, spec: DrafterSpec) -> DrafterHash:
+    """Names a drafter by the SHA-256 of its weights' file and by its specification."""
+    names = sorted(set(DrafterSpec.model_fields) - _NOT_DRAFTING)
+    return DrafterHash(weights, hash_json({name: spec.effective(name) for name in names}))
+
+
+def bound(section: str, drafter: DrafterHash) -> str:
+    """A section of a card, marked as measured with this drafter."""
     return (
-        f"<!-- draftline: measured with sha256 {sha256} -->\n{section}\n\n"
-        f"Measured with the weights whose `sha256sum model.safetensors` is `{sha256}`.\n"
+        f"<!-- draftline: measured with sha256 {drafter.weights} and settings {drafter.settings} -->\n{section}\n\n"
+        f"Measured with the weights whose `sha256sum model.safetensors` is `{drafter.weights}`.\n"
         "<!-- draftline: end of measured -->"
     )
 
@@ -54,38 +76,45 @@ def earlier_figures(folders: Iterable[Path]) -> list[EarlierFigures]:
         except (OSError, ValueError):  # not there, a link, or not UTF-8: nothing that could be kept
             continue
         if match := _BLOCK.search(text):
-            found.append(EarlierFigures(folder / CARD, match[1], match[0]))
+            found.append(EarlierFigures(folder / CARD, DrafterHash(match[1], match[2]), match[0]))
         elif ACCEPTANCE in text:
             found.append(EarlierFigures(folder / CARD, None, ""))
     return found
 
 
-def same_weights(earlier: Sequence[EarlierFigures], sha256: str) -> EarlierFigures | None:
-    """The first figures that were measured with the weights whose file has this hash."""
-    return next((figures for figures in earlier if figures.sha256 == sha256), None)
+def same_drafter(earlier: Sequence[EarlierFigures], drafter: DrafterHash) -> EarlierFigures | None:
+    """The first figures that were measured with this drafter."""
+    return next((figures for figures in earlier if figures.drafter == drafter), None)
 
 
-def figures_to_show(fresh: str | None, earlier: Sequence[EarlierFigures], sha256: str) -> str | None:
-    """The part of a card that holds figures: those measured just now, or else earlier ones of the same weights."""
+def figures_to_show(fresh: str | None, earlier: Sequence[EarlierFigures], drafter: DrafterHash) -> str | None:
+    """The part of a card that holds figures: those measured just now, or else earlier ones of the same drafter."""
     if fresh is not None:
-        return bound(fresh, sha256)
-    kept = same_weights(earlier, sha256)
+        return bound(fresh, drafter)
+    kept = same_drafter(earlier, drafter)
     return kept.block if kept else None
 
 
-def account(earlier: Sequence[EarlierFigures], sha256: str, out: Path) -> str:
+def account(earlier: Sequence[EarlierFigures], drafter: DrafterHash, out: Path) -> str:
     """What an export without a measurement did with the figures that there were, and how to measure."""
-    if kept := same_weights(earlier, sha256):
-        return f"the figures of {kept.card} are kept: they were measured with these weights (SHA-256 {sha256[:_SHOWN]})"
-    replaced = next((figures for figures in earlier if figures.card.parent == out), None)
-    dropped = f"; the figures of {replaced.card} are dropped: {_whose(replaced, sha256)}" if replaced else ""
+    if kept := same_drafter(earlier, drafter):
+        shown = drafter.weights[:_SHOWN]
+        return f"the figures of {kept.card} are kept: they were measured with this drafter (SHA-256 {shown})"
+    refused = [
+        f"the figures of {figures.card} {'are dropped' if figures.card.parent == out else 'do not apply'}: "
+        f"{_whose(figures, drafter)}"
+        for figures in earlier
+    ]
     return (
-        f"the model card has no figures{dropped}. To measure, name prompts and the target: "
+        f"{'; '.join(['the model card has no figures', *refused])}. To measure, name prompts and the target: "
         "draftline export RUN OUT held-out.jsonl --target TARGET"
     )
 
 
-def _whose(figures: EarlierFigures, sha256: str) -> str:
-    if figures.sha256 is None:
-        return "the card does not tell with which weights they were measured"
-    return f"they were measured with other weights (SHA-256 {figures.sha256[:_SHOWN]}, these are {sha256[:_SHOWN]})"
+def _whose(figures: EarlierFigures, drafter: DrafterHash) -> str:
+    if figures.drafter is None:
+        return "the card does not tell with which drafter they were measured"
+    theirs, ours = figures.drafter.weights[:_SHOWN], drafter.weights[:_SHOWN]
+    if theirs == ours:
+        return f"they were measured with these weights (SHA-256 {ours}) under other settings in config.json"
+    return f"they were measured with other weights (SHA-256 {theirs}, these are {ours})"
