@@ -231,11 +231,31 @@ def test_the_copies_that_float8_products_read_are_counted():
     assert rounded.total - plain.total == 128 * (64 + 512) + 64 * 512
 
 
-@needs_torchao
-def test_torchao_is_imported_without_a_word():
-    code = "import draftline, torchao.float8; import draftline.setup"
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
-    assert (run.stdout, run.stderr) == ("", "")
+
+
+@needs_torchao
+def test_the_command_imports_torchao_without_a_word():
+    run = python("-m", "draftline", "evaluate", "nowhere", "builtin:demo", "--target=builtin:tiny")
+    assert run.stdout == ""
+    assert run.stderr.startswith("draftline: nowhere is neither a drafter")
+    assert run.stderr.count("\n") == 1
+
+
+def test_a_program_that_imports_draftline_keeps_its_log():
+    code = (
+        "import logging, draftline.cli; from draftline.quiet import hold_back; "
+        "log = lambda: logging.getLogger('torchao').error('Failed to load'); "
+        "log(); hold_back(); hold_back(); log(); print(len(logging.getLogger('torchao').filters))"
+    )
+    run = python("-c", code)
+    assert (run.stdout, run.stderr) == ("1\n", "Failed to load\n")

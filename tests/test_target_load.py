@@ -89,9 +89,10 @@ def test_shards_load_like_one_file(folder: Path):
 
 def load_elsewhere(folder: Path) -> str:
     """What another process shows that loads a target; transformers' log cannot be caught in this one."""
-    # Draftline first, as its command does: it quiets what transformers' imports would say
+    # as the command does: before transformers, whose imports would say more
     code = (
-        "import draftline, sys; from pathlib import Path; from tests.test_target_load import load; "
+        "from draftline.quiet import hold_back; hold_back(); "
+        "import sys; from pathlib import Path; from tests.test_target_load import load; "
         "load(Path(sys.argv[1]))"
     )
     shown = subprocess.run(

@@ -28,6 +28,7 @@ from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
 from draftline.options import GenerateOptions, MeasureOptions, PlanOptions
 from draftline.outcome import json_document, readable
+from draftline.quiet import hold_back
 from draftline.resilience.monitor import run_monitored, start_heartbeat
 from draftline.settings import parse_plan, parse_run, sentence
 
@@ -48,6 +49,7 @@ MEASURE, GENERATE, PLAN = MeasureOptions(), GenerateOptions(), PlanOptions()
 
 def main() -> None:
     """Run a command; the exit code is that of the error (errors.py), 1 for a bug."""
+    hold_back()  # before any command imports transformers
     try:
         _arm_faults()
         app(sys.argv[1:], exit_on_error=False)

@@ -1,18 +1,13 @@
 """What is said when torchao is imported, which transformers does wherever it is installed: it helps nobody.
 
 torchao names each of its own kernels, for formats that Draftline does not use, which this machine cannot load, and
-torch names torchao's outdated calls. Only these are held back, at the loggers that they come from.
+torch names torchao's outdated calls. Only these are held back, at the loggers that they come from, and only by the
+command: a program that imports Draftline keeps its log as it is.
 """
 
 from __future__ import annotations
 
 import logging
-
-HELD_BACK = {
-    "torchao": "Failed to load",
-    "torch.utils._pytree": "is an Enum subclass and is now natively supported",
-}
-"""Words of a message by its logger."""
 
 
 class _Without(logging.Filter):
@@ -26,7 +21,14 @@ class _Without(logging.Filter):
         return self._words not in record.getMessage()
 
 
+_HELD_BACK = {
+    "torchao": _Without("Failed to load"),
+    "torch.utils._pytree": _Without("is an Enum subclass and is now natively supported"),
+}
+"""What is dropped, by its logger."""
+
+
 def hold_back() -> None:
-    """Call it before transformers is imported."""
-    for name, words in HELD_BACK.items():
-        logging.getLogger(name).addFilter(_Without(words))
+    """Call it before transformers is imported; a second call changes nothing."""
+    for name, without in _HELD_BACK.items():
+        logging.getLogger(name).addFilter(without)
