@@ -25,7 +25,7 @@ def replace(path: Path) -> None:
 
 
 def log_steps(folder: Path, first: int, last: int, resumed: int = 0) -> MetricsLog:
-    log = MetricsLog(folder, resumed)
+    log = MetricsLog(folder, resumed, say=print)
     for step in range(first, last + 1):
         log.write(Progress(step=step), {"train/loss": float(step)})
     log.close()
@@ -56,19 +56,26 @@ def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path: Path):
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("happens", [remove, move_away, replace])
+def move_away_and_scribble(path: Path) -> None:
+    move_away(path)
+    with path.with_name("kept.jsonl").open("ab") as file:
+        file.write(b"not UTF-8: \xff\n5\n{}\n")
+
+
+@pytest.mark.parametrize("happens", [remove, move_away, replace, move_away_and_scribble])
 def test_lines_are_written_again_where_somebody_took_the_file_away(
     tmp_path: Path, happens: Callable[[Path], None]
 ):
     said = list[str]()
     log_steps(tmp_path, 1, 2)
-    log = MetricsLog(tmp_path, 2, said.append)
+    log = MetricsLog(tmp_path, 2, say=said.append)
     log.write(Progress(step=3), {"train/loss": 3.0})
     assert not said
     happens(tmp_path / METRICS)
     for step in (4, 5):
         log.write(Progress(step=step), {"train/loss": float(step)})
     log.close()
+    MetricsLog(tmp_path, 5, say=print).close()  # a resumed run leaves out what is no line
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
     (words,) = said
     assert str(tmp_path / METRICS) in words
@@ -76,8 +83,8 @@ def test_lines_are_written_again_where_somebody_took_the_file_away(
 
 
 def test_it_knows_which_steps_have_been_evaluated(tmp_path: Path):
-    log = MetricsLog(tmp_path)
+    log = MetricsLog(tmp_path, say=print)
     log.write(Progress(step=4), {"eval/step": 4, "eval/tau": 2.0})
     log.write(Progress(step=9), {"eval/step": 8, "eval/tau": 2.1})
     log.close()
-    assert MetricsLog(tmp_path, 8).evaluated == {4}
+    assert MetricsLog(tmp_path, 8, say=print).evaluated == {4}

@@ -87,7 +87,7 @@ def eval_metrics(evaluation: Evaluation, accept_anchor_mean: float | None = None
 class MetricsLog:
     """Appends to `metrics.jsonl`; a resumed run goes on in the same file, after the step that it resumes."""
 
-    def __init__(self, folder: Path, step: int = 0, say: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: Path, step: int = 0, *, say: Callable[[str], None]) -> None:
         """Forget what an ended process wrote after `step`, and the line that a kill cut off: both come again.
 
         Args:
@@ -101,7 +101,7 @@ class MetricsLog:
         """Steps whose evaluation is in the file."""
         text = "".join(json.dumps(line) + "\n" for line in kept)
         replace_bytes(FileSystem(), folder / METRICS, text.encode())
-        self._file: TextIO = self._path.open("a+", encoding="utf-8")
+        self._file = self._open()
 
     def write(self, progress: Progress, metrics: dict[str, float]) -> None:
         """One line: where the run is, and the figures."""
@@ -117,8 +117,12 @@ class MetricsLog:
         self._file.seek(0)
         replace_bytes(FileSystem(), self._path, self._file.read().encode())
         self._file.close()
-        self._file = self._path.open("a+", encoding="utf-8")
+        self._file = self._open()
         self._say(f"{self._path} was removed or replaced under the run; all its lines are written again")
+
+    def _open(self) -> TextIO:
+        # whoever took the file away may have written anything into it
+        return self._path.open("a+", encoding="utf-8", errors="replace")
 
     def close(self) -> None:
         """Close the file."""
@@ -140,8 +144,9 @@ def _lines_until(path: Path, step: int) -> list[dict[str, float]]:
 
 
 def _line(text: str) -> dict[str, float] | None:
-    """A record, or None for one that was cut off."""
+    """A record, or None for one that was cut off and for what somebody else wrote."""
     try:
-        return json.loads(text)
+        line = json.loads(text)
     except json.JSONDecodeError:
         return None
+    return line if isinstance(line, dict) and "progress/step" in line else None

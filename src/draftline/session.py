@@ -80,7 +80,7 @@ class Session:
         """Resume or start, train to the end, measure, export."""
         job = self._resume(self._prepared.accepted.loaded)
         self._require_room(job)
-        log = MetricsLog(self._config.output, job.schedule.first_step, self._screen.say)
+        log = MetricsLog(self._config.output, job.schedule.first_step, say=self._screen.say)
         try:
             before = self._measure_start(job)
             begin = time.monotonic()
