@@ -88,6 +88,26 @@ def test_a_bug_and_ctrl_c_are_told_on_standard_error_and_in_one_document(
     assert words in said
 
 
+@pytest.mark.parametrize(
+    ("words", "is_json"),
+    [
+        (["--json"], True),
+        (["--json=true"], True),
+        (["--json=Yes"], True),
+        (["--json", "--json=false"], False),
+        (["--json=0"], False),
+        (["--", "--json"], False),
+        (["--jsonl"], False),
+    ],
+)
+def test_a_failure_is_a_document_however_json_is_asked_for_and_only_then(words, is_json, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["draftline", "generate", "nowhere", TARGET, *words, "Hi"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr().out
+    assert (document(printed)["exit_code"] == 2) if is_json else printed == ""
+
+
 def test_without_json_a_failure_leaves_standard_output_empty(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["draftline", "replay", "nowhere"])
     with pytest.raises(SystemExit):

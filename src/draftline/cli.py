@@ -27,7 +27,7 @@ from draftline.data.options import (
 from draftline.data.sampling import Sampling
 from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
 from draftline.options import GenerateOptions, MeasureOptions, PlanOptions
-from draftline.outcome import json_document, readable
+from draftline.outcome import asks_for_json, json_document, readable
 from draftline.quiet import hold_back
 from draftline.resilience.monitor import run_monitored, start_heartbeat
 from draftline.settings import parse_plan, parse_run, sentence
@@ -92,7 +92,7 @@ def _report(error: DraftlineError) -> int:
 
 def _failed(exit_code: int, error: str, cause: str, notes: Sequence[str] = ()) -> int:
     """With --json a failure is a document on standard output too; returns the exit code."""
-    if "--json" in sys.argv:  # the command line may be what could not be read
+    if asks_for_json(sys.argv):  # the command line may be what could not be read
         _print({"exit_code": exit_code, "error": error, "cause": cause, "notes": notes}, json_output=True)
     return exit_code
 

@@ -7,8 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_YES = {"true", "t", "yes", "y", "1"}
+"""As cyclopts reads a flag."""
 _NAME = 24
 """Columns of a name in front of its value."""
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Whether a command line, readable or not, asks for JSON: its last word on it counts, and none after `--`."""
+    flags = words[: words.index("--")] if "--" in words else words
+    said = [word.partition("=") for word in flags if word == "--json" or word.startswith("--json=")]
+    return bool(said) and (said[-1][1] == "" or said[-1][2].lower() in _YES)
 
 
 def json_document(values: Mapping[str, Any]) -> str:
