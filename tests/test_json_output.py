@@ -74,7 +74,10 @@ def test_a_command_that_is_refused_says_so_in_one_document_and_in_a_sentence(
 
 @pytest.mark.parametrize(
     ("error", "code", "words"),
-    [(KeyError("surprise"), 1, "Traceback"), (KeyboardInterrupt(), 130, "draftline: interrupted before")],
+    [
+        (KeyError("surprise"), 1, "Traceback"),
+        (KeyboardInterrupt(), 130, "draftline: interrupted; what is finished stays"),
+    ],
 )
 def test_a_bug_and_ctrl_c_are_told_on_standard_error_and_in_one_document(
     error, code, words, capsys, monkeypatch

@@ -58,7 +58,7 @@ def main() -> None:
     except DraftlineError as error:
         sys.exit(_report(error))
     except KeyboardInterrupt:
-        cause = "interrupted before training began; nothing was lost"
+        cause = "interrupted; what is finished stays as it is, and the same command may be run again"
         print(f"draftline: {cause}", file=sys.stderr)
         sys.exit(_failed(130, KeyboardInterrupt.__name__, cause))
     except Exception as error:  # noqa: BLE001 - a full disk, no memory, or a bug: its traceback is the report
