@@ -19,6 +19,8 @@ from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.reasons import Note, Reason
 from draftline.data.store import StoreWriter, TokenStore, open_store
 from draftline.errors import ConfigError, DataError, DiskFullError, FolderInUseError
+from draftline.run import train
+from draftline.settings import parse_run
 from draftline.setup import open_or_prepare
 from tests.data_tokenizer import CHATML, ENDS_TWICE, TAGGED, make_tokenizer
 
@@ -383,3 +385,26 @@ def test_end_tokens_of_the_target_are_read_beside_its_tokenizer(tmp_path):
         loaded = type(tokenizer).from_pretrained(tmp_path / "target")
         prepare(source, loaded, tmp_path / "store", overwrite=True)
         assert supervised_texts(tmp_path / "store", loaded) == ["There are three apples." + expected]
+
+
+def test_a_store_that_holds_other_files_is_not_replaced(tmp_path):
+    prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), make_tokenizer(), tmp_path / "store")
+    (tmp_path / "store" / "checkpoints").mkdir()
+    other = write_jsonl(tmp_path / "b.jsonl", [FOX])
+    with pytest.raises(
+        DataError, match="holds more than a token store: checkpoints; replacing it would delete"
+    ):
+        prepare(other, make_tokenizer(), tmp_path / "store", overwrite=True)
+    assert (tmp_path / "store" / "checkpoints").is_dir()
+
+
+def test_a_run_whose_output_is_a_token_store_is_refused_and_leaves_nothing_there(tmp_path):
+    store = tmp_path / "store"
+    prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), make_tokenizer(), store)
+    before = sorted(store.iterdir())
+    config = parse_run(
+        ["--target.path=builtin:tiny", f"--data.path={store}", f"--output={store}", "--optim.steps=1"]
+    )
+    with pytest.raises(ConfigError, match="is a token store; choose another folder"):
+        train(config, Screen(quiet=True))
+    assert sorted(store.iterdir()) == before

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from draftline.config import RunConfig
 from draftline.console import Screen
+from draftline.data.store import read_manifest
+from draftline.errors import ConfigError
 from draftline.resilience import faults
 from draftline.resilience.ending import explained, failed
 from draftline.resilience.folder import RunFolder
@@ -28,6 +31,7 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
     Raises:
         DraftlineError: see errors.py; `result.json` in the output folder names the cause.
     """
+    _refuse_store(config.output)
     with RunFolder(config.output, uuid.uuid4().hex[:8]):
         (config.output / RESULT).unlink(missing_ok=True)  # of the run before
         session = None
@@ -44,6 +48,12 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
             raise known from known.__cause__
         write_result(config.output, _finished(trained, command))
         return trained
+
+
+def _refuse_store(output: Path) -> None:
+    """Files of a run inside a token store would go with it when it is made anew."""
+    if output.is_dir() and read_manifest(output) is not None:
+        raise ConfigError(f"output={output} is a token store; choose another folder for the run")
 
 
 def _failed(error: BaseException, command: Sequence[str], session: Session | None) -> RunResult:

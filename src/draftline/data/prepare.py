@@ -24,7 +24,7 @@ from draftline.data.output import full_disk_explained
 from draftline.data.reasons import Note, Reason
 from draftline.data.report import PrepareReport, build_report
 from draftline.data.sources import Chunk, Source, resolve_source
-from draftline.data.store import FORMAT, REPORT, StoreWriter, open_store, read_manifest
+from draftline.data.store import FORMAT, REPORT, StoreWriter, foreign_files, open_store, read_manifest
 from draftline.data.tally import Tally
 from draftline.data.template import ChatTemplate, TemplateOptions, read_template, stop_token_ids
 from draftline.data.witness import how_marked, marked_by
@@ -80,7 +80,8 @@ def prepare(
 
     Raises:
         DataError: a malformed line (named by file and line), no row kept, answers that cannot be marked in
-            too many rows or that trl marks otherwise, or `out` was made otherwise or is not a store.
+            too many rows or that trl marks otherwise, or `out` was made otherwise, is not a store, or holds
+            more than one.
         ConfigError: the file of a template or of tools cannot be read, `max_length` was set beyond `context`,
             or `out` cannot be written.
         DiskFullError: there is no room for the store.
@@ -196,6 +197,12 @@ def _is_current(out: Path, manifest: dict[str, Any], *, overwrite: bool) -> bool
         raise DataError(
             f"{out} was made otherwise: {'; '.join(differing)}. Give another output folder, or --overwrite to "
             "replace it"
+        )
+    foreign = foreign_files(out)
+    if foreign:
+        raise DataError(
+            f"{out} holds more than a token store: {', '.join(foreign)}; replacing it would delete that. Move it "
+            "elsewhere, or give another output folder"
         )
     return False
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from array import array
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from draftline.errors import DataError
 FORMAT = 1
 """Version of the layout; a store of another version is made again."""
 MANIFEST, REPORT = "manifest.json", "report.json"
+_SHARD = re.compile(r"shard-\d{5,}\.arrow")
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -170,6 +172,12 @@ def _fix(damages: Sequence[Damage], manifest: dict[str, Any]) -> str:
     if len(damages) == len(manifest["shards"]):
         return f"{fix}; no shard is intact"
     return f"{fix}; data.on_corrupt=skip starts a run on what is left"
+
+
+def foreign_files(path: Path) -> list[str]:
+    """What lies in the folder of a store and is no part of any store, by name."""
+    names = (entry.name for entry in path.iterdir())
+    return sorted(name for name in names if name not in (MANIFEST, REPORT) and not _SHARD.fullmatch(name))
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
