@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
-from draftline.console import Bar, Screen
+from draftline.console import Bar, Output, OutputClosedError, Screen
 
 LONG = "one message that is longer than the forty columns which this console says it has"
 
@@ -32,3 +35,63 @@ def test_progress_in_a_log_is_one_line():
     with Bar(made.console, "step", 2, 0) as bar:
         bar.update(2, LONG)
     assert written.getvalue().strip() == f"step 2/2  {LONG}"
+
+
+class _Closed(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_run_goes_on_when_nobody_reads_its_messages(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", _Closed())
+    screen = Screen()
+    screen.say("one")
+    screen.say("two")
+    assert screen.console.quiet
+
+
+def test_a_report_that_nobody_reads_ends_its_command(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", _Closed())
+    with pytest.raises(OutputClosedError):
+        Output().print("one")
+
+
+MAIN = """
+import sys
+from draftline import cli
+from draftline.console import Output
+sys.argv = ["draftline"]
+cli.app = lambda *_, **__: [{print} for _ in range(20000)]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["Output().print('line')", "cli._print({'line': 0}, json_output=True)"],
+    ids=["table", "json"],
+)
+def test_head_ends_a_command_as_it_ends_others(statement: str):
+    code = MAIN.format(print=statement)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None
+        command.stdout.readline()
+        command.stdout.close()
+        assert command.stderr is not None
+        assert command.stderr.read() == b""
+    assert command.returncode == 128 + 13
+
+
+def test_letters_that_a_terminal_lacks_are_escaped_and_end_nothing():
+    code = MAIN.format(print="Output().print('\u2588 \u65e5')").replace("20000", "1")
+    command = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        check=True,
+    )
+    assert command.stdout == b"\\u2588 \\u65e5\n"

@@ -12,6 +12,7 @@ import pytest
 from draftline import demo
 from draftline.cli import main
 from draftline.config import RunConfig
+from draftline.errors import Interrupted
 from tests.test_cli import SETTINGS
 
 
@@ -109,6 +110,19 @@ def test_a_failure_is_a_document_however_json_is_asked_for_and_only_then(words, 
         main()
     printed = capsys.readouterr().out
     assert (document(printed)["exit_code"] == 2) if is_json else printed == ""
+
+
+def test_a_second_ctrl_c_does_not_hide_that_the_run_was_saved(capsys, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise Interrupted("stopped by SIGINT after step 4")
+        finally:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    found, said = failed(["demo"], capsys, monkeypatch)
+    assert (found["exit_code"], found["cause"]) == (75, "stopped by SIGINT after step 4")
+    assert "interrupted" not in said
 
 
 def test_without_json_a_failure_leaves_standard_output_empty(capsys, monkeypatch):

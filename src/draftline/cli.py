@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -11,11 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console
 
 from draftline import __version__
 from draftline.config import Dtype, TargetConfig
-from draftline.console import Screen
+from draftline.console import Output, OutputClosedError, Screen
 from draftline.data.options import (
     LocalOptions,
     PrepareOptions,
@@ -25,7 +26,15 @@ from draftline.data.options import (
     TurnOptions,
 )
 from draftline.data.sampling import Sampling
-from draftline.errors import ConfigError, DraftlineError, NonFiniteError, StallError
+from draftline.errors import (
+    INTERRUPTED,
+    INTERRUPTED_CAUSE,
+    ConfigError,
+    DraftlineError,
+    Interrupted,
+    NonFiniteError,
+    StallError,
+)
 from draftline.options import GenerateOptions, MeasureOptions, PlanOptions
 from draftline.outcome import asks_for_json, json_document, readable
 from draftline.quiet import hold_back
@@ -50,6 +59,7 @@ MEASURE, GENERATE, PLAN = MeasureOptions(), GenerateOptions(), PlanOptions()
 def main() -> None:
     """Run a command; the exit code is that of the error (errors.py), 1 for a bug."""
     hold_back()  # before any command imports transformers
+    _escape_unknown_letters()
     try:
         _arm_faults()
         app(sys.argv[1:], exit_on_error=False)
@@ -57,10 +67,14 @@ def main() -> None:
         sys.exit(_failed(ConfigError.exit_code, ConfigError.__name__, sentence(error)))
     except DraftlineError as error:
         sys.exit(_report(error))
-    except KeyboardInterrupt:
-        cause = "interrupted; what is finished stays as it is, and the same command may be run again"
-        print(f"draftline: {cause}", file=sys.stderr)
-        sys.exit(_failed(130, KeyboardInterrupt.__name__, cause))
+    except KeyboardInterrupt as error:
+        if isinstance(error.__context__, Interrupted):  # a second one: the first had its end
+            sys.exit(_report(error.__context__))
+        print(f"draftline: {INTERRUPTED_CAUSE}", file=sys.stderr)
+        sys.exit(_failed(INTERRUPTED, KeyboardInterrupt.__name__, INTERRUPTED_CAUSE))
+    except OutputClosedError:  # whoever read it, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:  # noqa: BLE001 - a full disk, no memory, or a bug: its traceback is the report
         from draftline.resilience.ending import explained  # noqa: PLC0415 - a parent process that only waits needs no torch
 
@@ -69,6 +83,13 @@ def main() -> None:
             sys.exit(_report(known))
         traceback.print_exc()
         sys.exit(_failed(1, type(error).__name__, str(error)))
+
+
+def _escape_unknown_letters() -> None:
+    """A frame or a letter that the terminal's encoding lacks must not end a command that has measured for an hour."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _arm_faults() -> None:
@@ -121,7 +142,7 @@ def train(*tokens: Tokens, json_output: JsonFlag = False) -> None:
     if json_output:
         _print(asdict(trained), json_output=True)
     else:
-        show_trained(trained, Console(highlight=False))
+        show_trained(trained, Output())
 
 
 @app.command
@@ -147,7 +168,7 @@ def plan(
     if json_output:
         _print(plan_values(proposal), json_output=True)
     else:
-        show_proposal(proposal, config.placement, Console(highlight=False))
+        show_proposal(proposal, config.placement, Output())
 
 
 @app.command
@@ -182,7 +203,7 @@ def prepare(
     if json_output:
         _print(report.to_json(), json_output=True)
     else:
-        print_report(report, Console())
+        print_report(report, Output())
 
 
 @app.command
@@ -300,7 +321,7 @@ def inspect(
     from draftline.data.commands import inspect_store  # noqa: PLC0415 - transformers takes seconds to import
     from draftline.target.load import load_tokenizer  # noqa: PLC0415
 
-    console = None if json_output else Console()
+    console = None if json_output else Output()
     tokenizer = load_tokenizer(_target(target))
     shown = inspect_store(store, tokenizer, console, document=document, source=source, page=html)
     if json_output:
@@ -342,7 +363,7 @@ def evaluate(
     if json_output:
         _print(measured.to_json(), json_output=True)
     else:
-        print_measurement(measured, Console(highlight=False))
+        print_measurement(measured, Output())
 
 
 @app.command
@@ -472,7 +493,10 @@ def demo(
 
 
 def _print(values: Mapping[str, Any], *, json_output: bool) -> None:
-    print(json_document(values) if json_output else "\n".join(readable(values)))
+    try:
+        print(json_document(values) if json_output else "\n".join(readable(values)), flush=True)
+    except BrokenPipeError as error:
+        raise OutputClosedError from error
 
 
 def _target(path: str, dtype: Dtype = "auto") -> TargetConfig:

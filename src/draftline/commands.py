@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from draftline.config import DrafterSpec, TargetConfig
-from draftline.console import Screen
+from draftline.console import Output, Screen
 from draftline.data.fingerprint import hash_file
 from draftline.decoding.decode import decode_events
 from draftline.decoding.evaluate import (
@@ -309,7 +308,7 @@ def generate_text(
     # first calls load kernels, which takes time and may say something in the middle of the text
     greedy(loaded, asked.input_ids[:WARM_TOKENS], Limit(2))
     events = decode_events(loaded, module, asked.input_ids, limit, choice)
-    decoded = print_answer(events, loaded.tokenizer, Console(quiet=not show, highlight=False))
+    decoded = print_answer(events, loaded.tokenizer, Output(quiet=not show))
     return {
         "text": loaded.tokenizer.decode(list(decoded.tokens), skip_special_tokens=True),
         "tau": decoded.tau,

@@ -53,11 +53,34 @@ def _stacked(table: Table) -> Iterator[Text]:
                 yield Text.from_markup(f"  {heading}: {cell}")
 
 
+class OutputClosedError(BrokenPipeError):
+    """Nobody reads standard output any more."""
+
+
+class Output(Console):
+    """Standard output for people. When nobody reads it any more the command ends (OutputClosedError)."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Called while the error is handled; rich itself would end the process with code 1."""
+        raise OutputClosedError
+
+
+class _Status(Console):
+    """Standard error. What it tells is also in files, so a run goes on when nobody reads it any more."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while the error is handled; rich itself would end the process with code 1."""
+        self.quiet = True
+
+
 class Screen:
     """Messages and one progress bar on standard error; standard output stays free for results."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.console: Console = _Status(stderr=True, quiet=quiet, highlight=False)
 
     def say(self, text: str) -> None:
         """A line for a person; in a log it stays one line, however long it is."""

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+INTERRUPTED = 130
+"""Exit code of Ctrl-C where there was nothing to save, as shells have it."""
+INTERRUPTED_CAUSE = "interrupted; what is finished stays as it is, and the same command may be run again"
+"""What a person is told of it, whatever the command was doing."""
 BLAME = "worker: "
 """How the note that names the failed worker begins."""
 

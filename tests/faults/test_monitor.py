@@ -84,6 +84,37 @@ def test_a_trainer_killed_from_outside_is_told_with_the_signals_name_and_a_hint(
     assert "SIGKILL" in result["cause"]
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_to_a_trainer_that_has_no_handler_yet_is_a_stop_and_no_kill(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    body = f"signal.signal({number}, signal.SIG_DFL); print('in', flush=True); time.sleep(60)"
+    with monitored(body, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert (
+        err
+        == f"draftline: interrupted by {number.name}; what was finished is kept, run the same command again\n"
+    )
+
+
+def test_ctrl_c_while_the_command_is_imported_shows_no_traceback() -> None:
+    interrupted = """
+import runpy, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "draftline.cli": raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("draftline", run_name="__main__")
+"""
+    command = [sys.executable, "-c", interrupted]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_whoever_waits_for_a_trainer_is_told_what_a_killed_one_cannot_say() -> None:
     told = list[tuple[int, str, str]]()
     body = "import os; os.kill(os.getpid(), 9)"

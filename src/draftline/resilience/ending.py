@@ -10,6 +10,7 @@ import torch
 
 from draftline.errors import (
     BLAME,
+    INTERRUPTED,
     DiskFullError,
     DraftlineError,
     NonFiniteError,
@@ -18,9 +19,6 @@ from draftline.errors import (
     blame_of,
 )
 from draftline.resilience.result import RunResult
-
-INTERRUPTED = 130
-"""Exit code of Ctrl-C before training began, as shells have it."""
 
 
 def explained(error: BaseException) -> BaseException:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from draftline.errors import ConfigError, StallError
+from draftline.errors import INTERRUPTED, INTERRUPTED_CAUSE, ConfigError, Interrupted, StallError
 from draftline.resilience.folder import newest_checkpoint
 from draftline.resilience.result import RunResult, write_result
 
@@ -54,8 +54,8 @@ def run_monitored(
         failed: Told exit code, class of error and cause when the child could not say them itself.
 
     Returns:
-        The child's own exit code; 6 (StallError) when it was killed for its silence; 1 when a signal killed
-        it.
+        The child's own exit code; 6 (StallError) when it was killed for its silence; 75 or 130 when a SIGTERM
+        or SIGINT that was passed on killed it, 1 when another signal did.
     """
     with _Child(argv, timeout_s) as child:
         silent = not child.ends_within(2 * timeout_s)
@@ -67,6 +67,11 @@ def run_monitored(
         )
         failed(StallError.exit_code, StallError.__name__, cause)
         return _report(folder, argv, StallError.exit_code, cause)
+    if -child.code in child.told:  # a trainer that has just begun has no handler yet, and nothing to save
+        code = INTERRUPTED if -child.code == signal.SIGINT else Interrupted.exit_code
+        cause = INTERRUPTED_CAUSE.replace("interrupted", f"interrupted by {signal.Signals(-child.code).name}")
+        failed(code, Interrupted.__name__, cause)
+        return _report(folder, argv, code, cause)
     if child.code < 0:
         cause = _death(signal.Signals(-child.code))
         failed(1, "Killed", cause)
@@ -110,7 +115,8 @@ class _Child:
         self._beat_s = timeout_s / _BEATS_PER_TIMEOUT
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
-        self._num_signals = 0
+        self.told: list[int] = []
+        """Signals that were passed on."""
         self._kill_at = float("inf")
         self.code = 0
         """Exit code once the block is left, negative for a signal."""
@@ -139,8 +145,8 @@ class _Child:
             signal.signal(number, handler)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
-        self._num_signals += 1
-        if self._num_signals > 1:
+        self.told.append(number)
+        if len(self.told) > 1:
             # A trainer whose interpreter is stuck cannot obey, and the user has asked twice.
             self._kill_at = time.monotonic() + _GRACE_S
         if self._process is None:
