@@ -15,8 +15,10 @@ from draftline.data.commands import inspect_store
 from draftline.data.fingerprint import hash_tokenizer
 from draftline.data.inspect import print_documents, segments, select_documents, write_html
 from draftline.data.prepare import PrepareOptions, Progress, prepare
-from draftline.data.report import PrepareReport, print_report
+from draftline.data.reasons import Reason
+from draftline.data.report import PrepareReport, build_report, print_report
 from draftline.data.store import TokenStore, open_store
+from draftline.data.tally import Tally
 from draftline.errors import ConfigError, DataError
 from tests.data_tokenizer import REWRITING, make_tokenizer
 
@@ -111,6 +113,15 @@ def test_documents_print_with_their_source_row(prepared):
     print_documents(Console(file=stream, width=100), prepared[1], make_tokenizer(REWRITING), [2])
     assert "document 2: source row 2" in stream.getvalue()
     assert "[[second<|im_end|>]]" in stream.getvalue()
+
+
+def test_the_report_shows_the_letters_of_a_row_that_a_console_would_read_as_markup():
+    tally = Tally()
+    tally.rows = tally.dropped[Reason.CONTENT_LOST] = 1
+    tally.examples[Reason.CONTENT_LOST] = "rows[1].jsonl:1: missing: '[/b] so [red]'"
+    stream = io.StringIO()
+    print_report(build_report(tally, 0, 1.0, ""), Console(file=stream, width=200))
+    assert tally.examples[Reason.CONTENT_LOST] in stream.getvalue()
 
 
 def test_what_a_document_is_stands_whole_on_a_narrow_terminal(prepared):

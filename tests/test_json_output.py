@@ -125,6 +125,18 @@ def test_a_second_ctrl_c_does_not_hide_that_the_run_was_saved(capsys, monkeypatc
     assert "interrupted" not in said
 
 
+@pytest.mark.parametrize("value", ["[cuda:0]", "[/b]"])
+def test_a_refused_value_is_shown_letter_by_letter_also_where_a_console_would_read_markup(
+    value, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "1000")
+    for words in (["prepare", "a", "b", TARGET, f"--max-length={value}"], [value]):
+        found, said = failed(words, capsys, monkeypatch)
+        assert found["exit_code"] == 2
+        assert value in said
+        assert said.startswith("draftline: ")
+
+
 def test_without_json_a_failure_leaves_standard_output_empty(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["draftline", "replay", "nowhere"])
     with pytest.raises(SystemExit):

@@ -61,10 +61,10 @@ def shown(print_to, width: int) -> str:
 
 
 def measurement() -> Measurement:
-    names = ("held-out/arithmetic-in-words", "mode/thinking")
+    names = ("held-out/arithmetic-in-words", "mode/thinking", "file/a[/b]", "file/[red]")
     evaluation = replace(EVALUATION, slices=dict.fromkeys(names, EVALUATION.overall))
     return Measurement(
-        target="owner/target",
+        target="owner/[x]",
         device="cpu",
         dtype="float32",
         block_size=4,
@@ -85,7 +85,8 @@ def test_the_evaluation_shows_every_figure_at_any_width(width: int):
     overall = EVALUATION.overall
     figures = [
         f"{overall.tau:.2f}", f"{overall.tau_low:.2f} to {overall.tau_high:.2f}", "1.23x", "1.57x", "50.0 tokens/s",
-        "90.0 tokens/s", "1.80x", "4.00 ms a step", "20.00 ms a step", "2 of 2", "11.00", "12.00",
+        "90.0 tokens/s", "1.80x",
+        "owner/[x] in", "file/a[/b]", "file/[red]", "4.00 ms a step", "20.00 ms a step", "2 of 2", "11.00", "12.00",
         *(f"{share:.3f}" for share in overall.accept_pos),
     ]  # fmt: skip
     assert [figure for figure in figures if figure not in " ".join(text.split())] == []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
+from rich.text import Text
 
 from draftline import __version__
 from draftline.config import Dtype, TargetConfig
@@ -43,7 +44,7 @@ from draftline.settings import parse_plan, parse_run, sentence
 
 app = App(
     name="draftline",
-    error_formatter=lambda error: f"draftline: {sentence(error)}",
+    error_formatter=lambda error: Text(f"draftline: {sentence(error)}"),  # '[cuda:0]' is no markup
     help="Train DFlash drafters: block-diffusion models that make a language model several times faster.",
     version=__version__,
     suppress_keyboard_interrupt=False,  # `main` says what it means

@@ -24,7 +24,8 @@ FOLDED = 12
 def fitting(table: Table, console: Console) -> RenderableType:
     """A table, or every row of it as lines where the console is too narrow: no figure is ever cut.
 
-    Columns that are `no_wrap` hold figures and keep their width; the words in the others may be folded.
+    Columns that are `no_wrap` hold figures and keep their width; the words in the others may be folded. Cells are
+    markup: words from elsewhere are escaped.
     """
     for column in table.columns:
         column.overflow = "fold"

@@ -86,12 +86,12 @@ def show_proposal(proposal: Proposal, placement: PlacementConfig, console: Conso
             sizes,
         )
     console.print(fitting(table, console))
-    console.print(proposal.why(), soft_wrap=True)
+    console.print(proposal.why(), soft_wrap=True, markup=False)
     if placement != PlacementConfig():
         asked = readable({"The run itself names its placement, which `train` keeps:": _asked(placement)})
         console.print("\n".join(asked), soft_wrap=True, markup=False)
     if proposal.untimed is not None:
-        console.print(proposal.untimed, soft_wrap=True)
+        console.print(proposal.untimed, soft_wrap=True, markup=False)
     elif proposal.source == "counted":
         console.print(
             "No GPU is here to be timed: add --tflops (what one device reaches on this, 500 for an H200) for tokens/s",

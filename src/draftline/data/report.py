@@ -114,7 +114,8 @@ def _totals(report: PrepareReport) -> Table:
 def _dropped(report: PrepareReport) -> Table:
     table = _table("dropped because", "rows", "the first one")
     for reason, count in report.dropped.items():
-        table.add_row(reason, f"{count:,}", report.examples.get(reason, "")[:90])
+        # rows may hold what a console reads as markup
+        table.add_row(reason, f"{count:,}", Text(report.examples.get(reason, "")[:90]))
     return table
 
 

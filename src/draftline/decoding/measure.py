@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -130,7 +131,7 @@ def print_measurement(measured: Measurement, console: Console) -> None:
 
 def _acceptance_table(measured: Measurement) -> Table:
     table = Table(
-        title=f"Acceptance length, greedy, {measured.target} in {measured.dtype} on {measured.device}",
+        title=f"Acceptance length, greedy, {escape(measured.target)} in {measured.dtype} on {measured.device}",
         title_justify="left",
     )
     table.add_column("set")
@@ -141,7 +142,7 @@ def _acceptance_table(measured: Measurement) -> Table:
     size = measured.block_size
     gain = measured.timings.speedup(overall.tau, size) if measured.timings else None
     for name, found in measured.evaluation.slices.items():
-        table.add_row(*_acceptance_row(name, found, measured.speedup_model.get(name)))
+        table.add_row(*_acceptance_row(escape(name), found, measured.speedup_model.get(name)))
     table.add_section()
     table.add_row(*_acceptance_row("all", overall, gain), style="bold")
     return table
