@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from scripts.report_picture import PICTURE, draw
 
 from draftline.data.commands import inspect_store
 from draftline.data.fingerprint import hash_tokenizer
-from draftline.data.inspect import print_documents, segments, select_documents, write_html
+from draftline.data.inspect import (
+    Segment,
+    marked_text,
+    print_documents,
+    segments,
+    select_documents,
+    write_html,
+)
 from draftline.data.prepare import PrepareOptions, Progress, prepare
 from draftline.data.reasons import Reason
 from draftline.data.report import PrepareReport, build_report, print_report
@@ -183,3 +191,16 @@ def test_the_picture_in_the_docs_is_the_report_as_it_is_now():
         return re.findall(r">([^<>]*\w[^<>]*)</text>", picture)
 
     assert words(draw()) == words(PICTURE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_control_characters_of_a_row_are_shown_and_do_not_act_on_the_terminal(colour: bool):
+    text = marked_text([Segment("a\x1b[2J\x00\x9b\tb\n", True)], colour=colour)
+    assert text.plain.strip("[]") == "a\\x1b[2J\\x00\\x9b\tb\n"
+
+
+def test_markup_in_a_dropped_row_is_shown_as_it_stands(prepared):
+    written = io.StringIO()
+    report = replace(prepared[0], dropped={"roles": 1}, examples={"roles": "a.jsonl:1: '[/x] [red]'"})
+    print_report(report, Console(file=written, width=120))
+    assert "'[/x] [red]'" in written.getvalue()

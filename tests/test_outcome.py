@@ -79,6 +79,15 @@ def measurement() -> Measurement:
     )
 
 
+@pytest.mark.parametrize("width", [30, 200])
+def test_names_of_targets_and_sets_are_shown_as_they_are_and_not_read_as_markup(width: int):
+    of_users = {"a/[/x]\x1b": EVALUATION.overall}
+    named = replace(measurement(), target="models/[red]", evaluation=replace(EVALUATION, slices=of_users))
+    text = "".join(shown(lambda console: print_measurement(named, console), width).split())
+    assert "models/[red]" in text
+    assert "a/[/x]\\x1b" in text
+
+
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
 def test_the_evaluation_shows_every_figure_at_any_width(width: int):
     text = shown(lambda console: print_measurement(measurement(), console), width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,17 @@ PLAIN_EVERY_S = 5.0
 """Seconds between progress lines when the output is not a terminal."""
 FOLDED = 12
 """Columns into which words of a table may be folded."""
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Text of others for a terminal: control characters are shown as escapes, so that none of them acts on it.
+
+    Line ends and tabs stay.
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def fitting(table: Table, console: Console) -> RenderableType:

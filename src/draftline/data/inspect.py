@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from draftline.console import visible
 from draftline.data.document import Document
 from draftline.data.encoding import decode
 from draftline.data.output import writing
@@ -59,10 +60,11 @@ def marked_text(parts: Sequence[Segment], *, colour: bool) -> Text:
     """Segments as rich text: coloured, or with [[ ]] round what is supervised where there is no colour."""
     text = Text()
     for part in parts:
+        shown = visible(part.text)
         if colour:
-            text.append(part.text, style=SUPERVISED_STYLE if part.supervised else "dim")
+            text.append(shown, style=SUPERVISED_STYLE if part.supervised else "dim")
         else:
-            text.append(f"[[{part.text}]]" if part.supervised else part.text)
+            text.append(f"[[{shown}]]" if part.supervised else shown)
     return text
 
 

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from draftline.console import visible
 from draftline.data.inspect import Segment, marked_text
 from draftline.data.tally import Tally
 
@@ -115,7 +116,7 @@ def _dropped(report: PrepareReport) -> Table:
     table = _table("dropped because", "rows", "the first one")
     for reason, count in report.dropped.items():
         # rows may hold what a console reads as markup
-        table.add_row(reason, f"{count:,}", Text(report.examples.get(reason, "")[:90]))
+        table.add_row(reason, f"{count:,}", Text(visible(report.examples.get(reason, "")[:90])))
     return table
 
 

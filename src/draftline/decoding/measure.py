@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from draftline.console import Screen, fitting
+from draftline.console import Screen, fitting, visible
 from draftline.decoding.acceptance import Acceptance
 from draftline.decoding.advice import Prediction, Timings, block_sizes, predict_speedups, time_steps, warnings
 from draftline.decoding.caches import choose_caches
@@ -142,7 +142,7 @@ def _acceptance_table(measured: Measurement) -> Table:
     size = measured.block_size
     gain = measured.timings.speedup(overall.tau, size) if measured.timings else None
     for name, found in measured.evaluation.slices.items():
-        table.add_row(*_acceptance_row(escape(name), found, measured.speedup_model.get(name)))
+        table.add_row(*_acceptance_row(escape(visible(name)), found, measured.speedup_model.get(name)))
     table.add_section()
     table.add_row(*_acceptance_row("all", overall, gain), style="bold")
     return table

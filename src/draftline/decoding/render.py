@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from draftline.console import visible
 from draftline.decoding.decode import Decoded, Event, Prefilled, collect
 
 ACCEPTED, REJECTED, OWN = "white on dark_green", "red strike", "bold cyan"
@@ -51,12 +52,12 @@ def styled_steps(
     words = _Words(tokenizer)
     for event in events:
         if isinstance(event, Prefilled):
-            yield Text(words.add((event.token,)), style=OWN)
+            yield Text(visible(words.add((event.token,))), style=OWN)
             continue
         kept = words.add(event.produced[: event.accepted])
         refused = words.peek(event.drafted[event.accepted : event.accepted + 1]) if rejected else ""
         own = words.add(event.produced[event.accepted :])
-        yield Text.assemble((kept, ACCEPTED), (refused, REJECTED), (own, OWN))
+        yield Text.assemble((visible(kept), ACCEPTED), (visible(refused), REJECTED), (visible(own), OWN))
 
 
 def print_answer(events: Iterator[Event], tokenizer: PreTrainedTokenizerBase, console: Console) -> Decoded:
