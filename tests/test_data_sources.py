@@ -234,3 +234,15 @@ def test_a_hub_name_without_its_library_says_what_to_install(monkeypatch):
     assert source.total_bytes is None
     with pytest.raises(DataError, match="pip install datasets"):
         next(source.chunks())
+
+
+def test_data_files_in_a_folder_below_are_not_left_out_in_silence(tmp_path):
+    write_as("jsonl", tmp_path)
+    (tmp_path / ".cache").mkdir()
+    write_as("jsonl", tmp_path / ".cache")
+    assert len(all_records(tmp_path)) == len(ROWS), "what tools hide is none of the user's data"
+    below = tmp_path / "more" / "deep"
+    below.mkdir(parents=True)
+    write_as("jsonl", below)
+    with pytest.raises(DataError, match=rf"has data files in {below} too.*name one of them"):
+        resolve_source(tmp_path)

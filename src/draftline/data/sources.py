@@ -108,7 +108,8 @@ def resolve_source(name: str | Path) -> Source:
     """Find the files of a source, or recognise the name of a hub data set.
 
     Raises:
-        DataError: nothing is named or there, a folder holds no data files, or a file has no known suffix.
+        DataError: nothing is named or there, a folder holds no data files or has some in a
+            folder below, or a file has no known suffix.
     """
     if not str(name):
         raise DataError("the source has no name ('', which would mean this folder); name a file or folder")
@@ -117,6 +118,12 @@ def resolve_source(name: str | Path) -> Source:
         files = tuple(
             sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(_SUFFIXES))
         )
+        below = _folders_below(path)
+        if below:
+            raise DataError(
+                f"{path} has data files in {', '.join(map(str, below))} too, and a folder is read without those in it; "
+                "name one of them, or bring all files into one folder"
+            )
         if not files:
             raise DataError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}")
         return Source(str(name), files)
@@ -132,6 +139,17 @@ def resolve_source(name: str | Path) -> Source:
         f"{name} is neither a file, a folder nor the name of a hub data set (owner/name, owner/name/subset, "
         "either with :split)"
     )
+
+
+def _folders_below(path: Path) -> list[Path]:
+    """Visible folders inside `path` that hold data files at any depth."""
+    files = (file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
+    inner = {
+        file.parent
+        for file in files
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    }
+    return sorted(inner - {path})
 
 
 def _parsed(line: bytes) -> Any:
