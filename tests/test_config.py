@@ -127,6 +127,13 @@ def test_rows_of_a_step_must_divide_over_the_drafters():
         )
 
 
+def test_evaluation_without_held_out_prompts_is_refused_since_none_would_be_made():
+    message = refused("--evaluation.every=5", "--evaluation.thinking=on")
+    assert "evaluation.every=5 and evaluation.thinking=on would have no effect" in message
+    assert "data.eval_path" in message
+    parse_run([*NEEDED, "--evaluation.every=5", "--data.eval-path=held-out.jsonl"])
+
+
 def test_a_configuration_never_changes():
     config = parse_run(NEEDED)
     with pytest.raises(ValidationError, match="frozen"):

@@ -263,6 +263,20 @@ class RunConfig(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _evaluation_has_prompts(self) -> Self:
+        plain = EvaluationConfig()
+        given = [
+            f"evaluation.{name}={getattr(self.evaluation, name)}"
+            for name in EvaluationConfig.model_fields
+            if getattr(self.evaluation, name) != getattr(plain, name)
+        ]
+        if given and not self.data.eval_path:
+            raise ValueError(
+                f"{' and '.join(given)} would have no effect without held-out prompts; name them in data.eval_path"
+            )
+        return self
+
 
 class DrafterSpec(Frozen):
     """The drafter's architecture, complete. Shapes: D = hidden_size, K = len(target_layer_ids)."""
