@@ -303,7 +303,9 @@ def test_other_settings_a_strange_file_and_a_second_writer_are_refused(tmp_path)
 
 def test_a_server_that_cannot_be_used_is_named_before_anything_is_written(tmp_path):
     source = prompts(tmp_path / "p.jsonl", 2)
-    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/v1 cannot be used"):
+    with pytest.raises(
+        ServerError, match=r"http://127\.0\.0\.1:9/v1 cannot be used.*Start it, or correct --url"
+    ):
         run("http://127.0.0.1:9/v1", source, tmp_path / "out.jsonl")
     with pytest.raises(ConfigError, match="does not begin with http"):
         run("localhost:8000", source, tmp_path / "out.jsonl")

@@ -246,3 +246,11 @@ def test_data_files_in_a_folder_below_are_not_left_out_in_silence(tmp_path):
     write_as("jsonl", below)
     with pytest.raises(DataError, match=rf"has data files in {below} too.*name one of them"):
         resolve_source(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_file_in_another_encoding_is_told_to_be_written_in_utf_8(tmp_path, encoding):
+    text = json.dumps({"prompt": "Gr\u00fc\u00dfe", "response": "b"}, ensure_ascii=False) + "\n"
+    (tmp_path / "a.jsonl").write_bytes(text.encode(encoding))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not valid JSON: .*; write the file in UTF-8;"):
+        prepare(tmp_path / "a.jsonl", make_tokenizer(), tmp_path / "store")

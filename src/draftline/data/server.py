@@ -66,7 +66,9 @@ class Server:
             self.model = options.model or self._only_model()
             self.gives_token_ids = self._probe_token_ids()
         except RequestFailedError as failed:
-            raise ServerError(f"the server at {self._url} cannot be used: {failed}") from None
+            raise ServerError(
+                f"the server at {self._url} cannot be used: {failed}. Start it, or correct --url or --model"
+            ) from None
 
     def patiently(self, ask: Callable[[], T], stop: threading.Event) -> T:
         """Ask, and ask again while the reason of a failure may pass: with doubled and scattered delays.

@@ -156,7 +156,8 @@ def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return UnusableRow(Reason.NOT_JSON, f"{error}; the line begins {line[:60]!r}")
+        fix = "; write the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        return UnusableRow(Reason.NOT_JSON, f"{error}{fix}; the line begins {line[:60]!r}")
 
 
 def _file_chunks(path: Path, source: int, read: int) -> Iterator[Chunk]:
