@@ -49,7 +49,7 @@ def greedy() -> LocalModel:
 
 def ask(*contents: str) -> Dialogue:
     segments = tuple(({"role": "user", "content": content},) for content in contents)
-    return Dialogue(contents[0], 0, None, segments)
+    return Dialogue(contents[0], 0, "prompts.jsonl:1", None, segments)
 
 
 QUESTIONS = [

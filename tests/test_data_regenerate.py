@@ -108,7 +108,7 @@ def test_a_lasting_failure_costs_its_row_only_and_is_not_tried_again(tmp_path):
     with serving(chat) as url:
         report = run(url, prompts(tmp_path / "p.jsonl", 6), tmp_path / "out.jsonl")
     assert (report.written, report.failed) == (5, 1)
-    assert "row 3: HTTP 400" in report.first_failure
+    assert report.first_failure.startswith(f"{tmp_path / 'p.jsonl'}:4: HTTP 400")  # as prepare names it
     assert "maximum context length is 8 tokens" in report.first_failure
     assert chat.seen["question 3"] == 1
 

@@ -45,7 +45,9 @@ class Dialogue:
 
     id: str
     source: int
-    """Number of the row in the source."""
+    """Number of the row in the source, from 0."""
+    where: str
+    """The row's file and line (from 1), for messages."""
     tools: Tools | None
     segments: tuple[tuple[dict[str, Any], ...], ...]
     """The turns before each answer, from the end of the answer before it."""
@@ -101,7 +103,7 @@ def read_dialogues(
     for chunk in source.chunks():
         for offset, record in chunk.records():
             try:
-                dialogue = _dialogue(record, turns, tools, chunk.source + offset, seen)
+                dialogue = _dialogue(record, turns, tools, chunk.source + offset, chunk.where(offset), seen)
             except UnusableRow as unusable:
                 if unusable.reason.malformed:
                     raise DataError(f"{chunk.where(offset)}: {unusable}") from None
@@ -111,7 +113,12 @@ def read_dialogues(
 
 
 def _dialogue(
-    record: Any, turns: Literal["all", "last"], tools: Tools | None, source: int, seen: Counter[str]
+    record: Any,
+    turns: Literal["all", "last"],
+    tools: Tools | None,
+    source: int,
+    where: str,
+    seen: Counter[str],
 ) -> Dialogue:
     if isinstance(record, UnusableRow):
         raise record
@@ -122,7 +129,7 @@ def _dialogue(
     tools = row.tools or tools
     key = Conversation(tuple(message for segment in segments for message in segment), tools).key
     seen[key] += 1
-    return Dialogue(f"{key}-{seen[key]}", source, tools, segments)
+    return Dialogue(f"{key}-{seen[key]}", source, where, tools, segments)
 
 
 def split_into_segments(

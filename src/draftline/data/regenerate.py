@@ -50,6 +50,7 @@ class RegenerateReport:
     failed: int = 0
     """Rows that gave no answer; run again to try them again."""
     first_failure: str = ""
+    """Its file, line and reason."""
     skipped: Counter[Reason] = field(default_factory=Counter)
     """Rows without a prompt."""
 
@@ -122,7 +123,7 @@ def _count_failure(
     report: RegenerateReport, failed: Failed, in_a_row: int, options: RegenerateOptions
 ) -> None:
     report.failed += 1
-    where = f"row {failed.dialogue.source}: {failed.words}"
+    where = f"{failed.dialogue.where}: {failed.words}"
     report.first_failure = report.first_failure or where
     if in_a_row >= options.give_up_after:
         raise ServerError(
