@@ -202,6 +202,17 @@ def test_d11_tool_calls_in_any_form_are_the_same_tokens(tmp_path):
     assert '"city": "Paris"' in taught(store)[0]
 
 
+def test_d11_a_row_whose_tool_call_the_template_ignores_is_dropped_by_file_and_line(tmp_path):
+    call = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]
+    said = {"role": "assistant", "content": "", "tool_calls": call}
+    row = {"messages": [ASK, said, {"role": "tool", "content": "sunny"}, ANSWER]}
+    tokenizer = make_tokenizer(TAGGED)
+    report, store = prepared(tmp_path, *[GOOD] * 10, row, tokenizer=tokenizer)
+    assert report.dropped == {str(Reason.CONTENT_LOST): 1}
+    assert report.examples[Reason.CONTENT_LOST].endswith(".jsonl:11: message 1, missing: a call of 'weather'")
+    assert (report.rows, report.kept, len(store)) == (11, 10, 10)
+
+
 def test_d12_a_source_in_which_nothing_is_supervised_is_an_error_that_shows_a_row(tmp_path):
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 5
     shown = decode(make_tokenizer(), [1, 2, 3])

@@ -168,6 +168,59 @@ def test_an_answer_that_cannot_be_marked_stays_as_context_of_the_others():
     assert notes[Note.LEFT_OUT] == 1
 
 
+WITHOUT_CALLS = CHATML.replace("message.tool_calls or []", "[]")
+ONE_CALL_ONLY = CHATML.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
+CALLS_WITHOUT_WORDS = CHATML.replace("+ message.content", "+ ('' if message.tool_calls else message.content)")
+SUNNY = {"role": "tool", "content": "sunny"}
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+@pytest.mark.parametrize(
+    ("source", "said", "missing"),
+    [
+        (WITHOUT_CALLS, CALL, "weather"),
+        (WITHOUT_CALLS, {**CALL, "content": "Let me look up the weather."}, "weather"),
+        (WITHOUT_CALLS, {**CALL, "reasoning_content": "I look up the weather."}, "weather"),
+        (ONE_CALL_ONLY, {**CALL, "tool_calls": CALL["tool_calls"] * 2}, "weather"),
+        (CALLS_WITHOUT_WORDS, {**CALL, "content": "Let me see."}, "Let me see."),
+    ],
+    ids=["call", "call named in words", "call after a thought", "second call", "words before a call"],
+)
+def test_no_answer_is_trained_after_one_that_the_template_cannot_show(source, said, missing, turns):
+    with pytest.raises(UnusableRow, match=f"message 1.*{missing}") as dropped:
+        answers(template(source, turns=turns), ASK, said, SUNNY, ANSWER)
+    assert dropped.value.reason is Reason.CONTENT_LOST
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_words_that_a_template_takes_out_of_earlier_turns_are_missing_when_serving_too(turns):
+    forgetful = CHATML.replace(
+        "+ message.content", "+ (message.content if loop.last or not message.tool_calls else '')"
+    )
+    said = {**CALL, "content": "Let me see."}
+    found = answers(template(forgetful, turns=turns), ASK, said, SUNNY, ANSWER)
+    assert found[-1] == ["Three." + END]
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+@pytest.mark.parametrize("thinking", ["auto", "on", "off"])
+@pytest.mark.parametrize("source", [CHATML, REWRITING])
+def test_a_call_whose_thought_is_not_shown_stays_as_context(source, thinking, turns):
+    said = {**CALL, "content": "Thus.", "reasoning_content": "I look up the weather."}
+    shows_calls = source.replace(
+        "{{- content + '<|im_end|>", "{{- content + (message.tool_calls or '') | string + '<|im_end|>"
+    )
+    found = answers(template(shows_calls, turns=turns, thinking=thinking), ASK, said, SUNNY, ANSWER)
+    assert found[-1][-1] == "Three." + END
+
+
+def test_a_greeting_that_the_template_refuses_alone_is_context_of_the_last_answer():
+    alone = "messages[0].role == 'assistant' and messages | length == 1"
+    asks_first = f"{{%- if {alone} %}}{{{{ raise_exception('ask first') }}}}{{% endif %}}"
+    found = answers(template(asks_first + CHATML, turns="last"), {**ANSWER, "content": "Hello."}, ASK, ANSWER)
+    assert found == [["Three." + END]]
+
+
 def test_the_first_token_that_stops_the_target_ends_the_answer():
     chat_template = template(ENDS_TWICE, stop_strings=("<|im_end|>",))
     assert answers(chat_template, ASK, ANSWER) == [["Three." + END]]

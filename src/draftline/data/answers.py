@@ -14,12 +14,11 @@ from typing import Any
 
 from draftline.data.conversations import Conversation, has_reasoning
 from draftline.data.reasons import Note, Reason, UnusableRow
+from draftline.data.said import THINK_AT_END, THINK_TAG, end_of_message, refuse_stops, refuse_unshown, thinks
 from draftline.data.template import ChatTemplate, Span
 
 _EMPTY_THINK = re.compile(r"\s*<(\w*think\w*)>\s*</\1>\s*|\s*\[THINK\]\s*\[/THINK\]\s*", re.IGNORECASE)
 _CLOSED_AT_ONCE = re.compile(r"\s*(<think>\s*)?</think>")
-_THINK_AT_END = re.compile(r"<think>\s*(?P<closed></think>\s*)?$")
-_THINK_TAG = re.compile(r"</?think>")
 
 
 @dataclass(frozen=True)
@@ -48,24 +47,30 @@ def mark_answers(template: ChatTemplate, conversation: Conversation) -> tuple[li
 
     One document holds all answers when each turn's text goes on from the one before. A template that
     rewrites earlier turns (old reasoning dropped, other end tokens in history) gives a new document where it
-    does, because at inference every answer follows the text as it was rendered for that turn.
+    does, because at inference every answer follows the text as it was rendered for that turn. An answer that
+    cannot be marked, such as one without its thought, stays as context of the others.
 
     Returns:
         The documents, and notes on what had to be done to get them.
 
     Raises:
-        UnusableRow: the template refuses the conversation, or none of its answers can be marked.
+        UnusableRow: the template refuses the conversation, leaves out what one of its answers says or calls, or
+            none can be marked.
     """
     notes: Counter[Note] = Counter()
     documents: list[Marked] = []
     lost: UnusableRow | None = None
     wanted = conversation.answers if template.options.turns == "all" else conversation.answers[-1:]
-    for index in wanted:
+    for index in conversation.answers:
+        if index not in wanted:
+            refuse_unshown(template, conversation, index)
+            continue
         try:
             answer = _mark_answer(template, conversation, index, notes)
         except UnusableRow as unusable:
             if unusable.reason not in (Reason.NO_BOUNDARY, Reason.CONTENT_LOST):
                 raise
+            refuse_unshown(template, conversation, index)
             lost = unusable
             notes[Note.LEFT_OUT] += 1
             continue
@@ -92,7 +97,7 @@ def _mark_answer(
     start = len(turn.prompt)
     if not has_reasoning(turn.message) and (inserted := _EMPTY_THINK.match(turn.text, start)):
         start = inserted.end()
-    said = _end_of_message(template, turn.text, start, turn.message)
+    said = end_of_message(template, turn.text, start, turn.message)
     if conversation.truncated and index == conversation.answers[-1]:
         # The template ends every turn, but here the target had not come to the end.
         text = turn.text[:said]
@@ -125,9 +130,7 @@ def _render(template: ChatTemplate, conversation: Conversation, index: int) -> _
     message, before = conversation.messages[index], conversation.messages[:index]
     if not any(earlier["role"] in ("user", "tool") for earlier in before):
         raise UnusableRow(Reason.ROLES, f"message {index} answers nothing")
-    think = has_reasoning(message)
-    if template.options.thinking != "auto":
-        think = template.options.thinking == "on"
+    think = thinks(template, message)
     prompt = template.prompt(before, conversation.tools, think=think)
     text, marks = template.text((*before, message), conversation.tools, think=think)
     if has_reasoning(message) and _CLOSED_AT_ONCE.match(text, len(prompt)):
@@ -144,7 +147,7 @@ def _continued(turn: _Turn) -> str:
     Raises:
         UnusableRow: the prompt and the text differ in any other way.
     """
-    block = _THINK_AT_END.search(turn.prompt)
+    block = THINK_AT_END.search(turn.prompt)
     base = turn.prompt[: block.start()] if block else turn.prompt
     thought = has_reasoning(turn.message)
     if block is None or not turn.text.startswith(base) or bool(block["closed"]) == thought:
@@ -174,38 +177,9 @@ def _written_reasoning(message: dict[str, Any]) -> str:
 def _split_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     thought, _, answer = message["content"].rpartition("</think>")
     reasoning = message.get("reasoning_content", "") + thought.rpartition("<think>")[2].strip()
-    if not _THINK_TAG.sub("", reasoning).strip():
+    if not THINK_TAG.sub("", reasoning).strip():
         reasoning = ""  # tags without a thought between them
     return {**message, "reasoning_content": reasoning, "content": answer.lstrip("\n")}
-
-
-def _end_of_message(template: ChatTemplate, text: str, start: int, message: dict[str, Any]) -> int:
-    """Character after everything the message says, its thoughts before its answer.
-
-    Raises:
-        UnusableRow: a part of it is not in the text, or a thought would stop the target.
-    """
-    said = [message.get("reasoning_content", ""), message["content"]]
-    *thoughts, answer = (piece.strip() for part in said for piece in _THINK_TAG.split(part))
-    end = start
-    for thought in thoughts:
-        _refuse_stops(template.stop_strings, thought)
-        end = _end_of_piece(template, text, end, thought)
-    end = _end_of_piece(template, text, end, answer)
-    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    return max([end, *(_end_of_piece(template, text, start, name) for name in names)])
-
-
-def _end_of_piece(template: ChatTemplate, text: str, start: int, piece: str) -> int:
-    # A thought of "<" or "think" must not be found in what the template itself puts there.
-    own = ["<think>", "</think>", *(token for token in template.stop_strings if token not in piece)]
-    end = start
-    for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, own))})", text[start:])):
-        is_own = number % 2
-        if not is_own and piece in part:
-            return end + part.index(piece) + len(piece)
-        end += len(part)
-    raise UnusableRow(Reason.CONTENT_LOST, f"missing: {piece[:60]!r}")
 
 
 def _cut_at_end_of_turn(template: ChatTemplate, conversation: Conversation, turn: _Turn, said: int) -> str:
@@ -251,10 +225,4 @@ def _beginning_of_next_turn(
 
 def _refuse_stop_inside(template: ChatTemplate, answer: str) -> None:
     ending = next((token for token in template.end_strings if answer.endswith(token)), "")
-    _refuse_stops(template.stop_strings | {ending}, answer[: len(answer) - len(ending)])
-
-
-def _refuse_stops(stops: frozenset[str], text: str) -> None:
-    for token in stops:
-        if token and token in text:
-            raise UnusableRow(Reason.STOP_INSIDE, f"{token!r}")
+    refuse_stops(template.stop_strings | {ending}, answer[: len(answer) - len(ending)])
