@@ -16,6 +16,7 @@ import torch
 from draftline.cli import app
 from draftline.console import Screen
 from draftline.demo import demo_config
+from draftline.embedded import embedded_path
 from draftline.errors import ConfigError, DataError
 from draftline.run import train
 from draftline.serving.export import export_drafter
@@ -242,7 +243,9 @@ def test_export_measures_writes_a_card_and_proves_the_folder(run: Path, form: st
     assert outcome["proof"]["tau"] >= 1
     text = (out / "README.md").read_text()
     assert f"| all | {outcome['proof']['tau']:.2f} |" in text
-    assert outcome["serve"]["vLLM"] in text
+    here = str(embedded_path("tiny"))  # serves it here, and is nothing for a card that may be published
+    assert outcome["serve"]["vLLM"].replace(here, "TARGET") in text
+    assert here not in text
     assert "me/it" in outcome["serve"]["vLLM"]
     architecture = json.loads((out / "config.json").read_text())["architectures"]
     assert architecture == [{"z-lab": "DFlashDraftModel", "speculators": "DFlashSpeculator"}[form]]
@@ -252,6 +255,8 @@ def test_export_measures_writes_a_card_and_proves_the_folder(run: Path, form: st
         "replayed answers 3/3",
         "decoded with and without the drafter 1/1",
         "replayed with the exported folder 3/3",
+        "the model card names no base_model: no hub name of the target is known. To name it, put the line "
+        f"base_model: OWNER/NAME into the front matter of {out}/README.md, which later exports of this drafter keep",
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,15 @@ from draftline.options import GenerateOptions, MeasureOptions
 from draftline.paths import EXPORT
 from draftline.pipeline.plan import available_devices
 from draftline.resilience.folder import CHECKPOINTS
-from draftline.serving.card import Format, measured_in, measured_section, model_card, serve_lines
+from draftline.serving.base_model import base_model_in, find_base_model
+from draftline.serving.card import (
+    NO_TARGET,
+    Format,
+    measured_in,
+    measured_section,
+    model_card,
+    serve_lines,
+)
 from draftline.serving.export import (
     Card,
     export_drafter,
@@ -43,6 +51,7 @@ from draftline.serving.export import (
 from draftline.serving.export_proof import Proof, prove_on_target
 from draftline.serving.importing import MODEL, find_drafter, load_drafter, refuse_misfit
 from draftline.serving.measured import (
+    CARD,
     EarlierFigures,
     account,
     drafter_hash,
@@ -60,8 +69,6 @@ from draftline.target.load import (
     text_config,
 )
 
-NO_TARGET = "TARGET"
-"""Stands for the target in serve lines of an export that was not told it."""
 PROOF_TOKENS = 48
 """Tokens of the target's answer that an export is proved on when no prompts are given."""
 
@@ -174,9 +181,9 @@ def export_run(
         raise ConfigError(f"{what} needs --target")
     spec, module = load_drafter(source)
     earlier = earlier_figures(_cards(out, source))
-    card = _card_writer(spec, NO_TARGET, name, "z-lab", None, earlier)
+    card = _card_writer(spec, _base_model_finder(None, out, source), name, "z-lab", None, earlier)
     export_drafter(spec, module.state_dict(), out, card, overwrite=overwrite)
-    outcome = _exported(source, out, module, serve_lines(spec, NO_TARGET, name))
+    outcome = _exported(source, out, module, serve_lines(spec, base_model_in(out) or NO_TARGET, name))
     return _with_account(outcome, spec, earlier, None, out, screen)
 
 
@@ -214,7 +221,7 @@ def _export_on_target(
             proofs.append(prove_on_target(loaded, module, folder, answers, evaluation, progress))
 
     spec, weights = module.spec, module.state_dict()
-    card = _card_writer(spec, called, name, form, measured, earlier)
+    card = _card_writer(spec, _base_model_finder(called, out, source), name, form, measured, earlier)
     if form == "speculators":
         verifier = Verifier(called, tuple(loaded.model.config.architectures or ()))
         export_speculators(spec, weights, out, verifier, card, prove, overwrite=overwrite)
@@ -230,9 +237,20 @@ def _cards(out: Path, source: Path) -> list[Path]:
     return [out, source, *of_its_run]
 
 
+def _base_model_finder(target: str | None, out: Path, source: Path) -> Callable[[str], str | None]:
+    """Finds the target's hub name for a drafter whose `model.safetensors` has a SHA-256, before it replaces `out`."""
+
+    def find(sha256: str) -> str | None:
+        lying = out / MODEL
+        same = lying.is_file() and hash_file(lying) == sha256  # another one's target may be another
+        return find_base_model(target, _cards(out, source)[0 if same else 1 :], source)
+
+    return find
+
+
 def _card_writer(
     spec: DrafterSpec,
-    target: str,
+    base_model: Callable[[str], str | None],
     name: str,
     form: Format,
     measured: Measurement | None,
@@ -245,7 +263,7 @@ def _card_writer(
 
     def write(sha256: str) -> str:
         figures = figures_to_show(fresh, earlier, drafter_hash(sha256, spec))
-        return model_card(spec, target, name, form, figures)
+        return model_card(spec, base_model(sha256), name, form, figures)
 
     return write
 
@@ -258,13 +276,19 @@ def _with_account(
     out: Path,
     screen: Screen,
 ) -> dict[str, Any]:
-    """The outcome with what the card's figures are; says so where they were not measured just now."""
+    """The outcome with what the card names and where its figures come from; says what it lacks."""
     drafter = drafter_hash(hash_file(out / MODEL), spec)
     kept = same_drafter(earlier, drafter)
     if measured is None:
         screen.say(account(earlier, drafter, out))
+    base_model = base_model_in(out)
+    if base_model is None:
+        screen.say(
+            "the model card names no base_model: no hub name of the target is known. To name it, put the line "
+            f"base_model: OWNER/NAME into the front matter of {out / CARD}, which later exports of this drafter keep"
+        )
     figures = "measured" if measured else f"kept from {kept.card}" if kept else "not measured"
-    return {**outcome, "sha256": drafter.weights, "figures": figures}
+    return {**outcome, "sha256": drafter.weights, "base_model": base_model, "figures": figures}
 
 
 def _greeting(sketch: Target) -> list[Prompt]:

@@ -31,6 +31,7 @@ from draftline.resilience.ending import explained
 from draftline.resilience.folder import CHECKPOINTS
 from draftline.resilience.signals import StopOnSignal
 from draftline.resilience.watchdog import Starvation
+from draftline.serving.base_model import find_base_model
 from draftline.serving.card import measured_in, measured_section, model_card
 from draftline.serving.export import config_json, export_drafter, serving_tensors
 from draftline.serving.measured import account, drafter_hash, earlier_figures, figures_to_show
@@ -307,7 +308,8 @@ class Session:
             if fresh is None and earlier:
                 self._screen.say(account(earlier, drafter, out))
             figures = figures_to_show(fresh, earlier, drafter)
-            return model_card(spec, self._job.target.name, str(out), figures=figures)
+            base_model = find_base_model(self._job.target.name, [out], out)
+            return model_card(spec, base_model, str(out), figures=figures)
 
         return export_drafter(spec, weights, out, card, overwrite=True)  # of this very run, before it went on
 

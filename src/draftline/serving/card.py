@@ -8,9 +8,12 @@ from typing import Literal
 from draftline.config import DrafterSpec
 from draftline.decoding.advice import Prediction
 from draftline.decoding.evaluate import Comparison, Evaluation
+from draftline.serving.base_model import publishable
 from draftline.serving.measured import ACCEPTANCE
 
 Format = Literal["z-lab", "speculators"]
+NO_TARGET = "TARGET"
+"""Stands for the target in serve lines where no name of it is known that others can use."""
 
 
 def serve_lines(spec: DrafterSpec, target: str, drafter: str, form: Format = "z-lab") -> dict[str, str]:
@@ -40,7 +43,7 @@ def serve_lines(spec: DrafterSpec, target: str, drafter: str, form: Format = "z-
 
 def model_card(
     spec: DrafterSpec,
-    target: str,
+    base_model: str | None,
     drafter: str,
     form: Format = "z-lab",
     figures: str | None = None,
@@ -48,20 +51,23 @@ def model_card(
     """Markdown with front matter as model hubs read it.
 
     Args:
+        base_model: hub name of the target; None leaves the field out, and serve lines say TARGET.
         drafter: name that the serve lines should use for this folder.
         form: layout of the folder.
         figures: what was measured with these weights (`measured.figures_to_show`), if anything was.
     """
-    lines = serve_lines(spec, target, drafter, form)
+    lines = serve_lines(spec, base_model or NO_TARGET, drafter, form)
+    named = f"base_model: {base_model}\n" if base_model else ""
+    meant = "" if base_model else f" {NO_TARGET} stands for the model that it was trained for."
     parts = [
-        f"---\nbase_model: {target}\nlibrary_name: transformers\ntags: [dflash, speculative-decoding]\n---",
-        f"# DFlash drafter for {target}",
+        f"---\n{named}library_name: transformers\ntags: [dflash, speculative-decoding]\n---",
+        f"# DFlash drafter for {base_model}" if base_model else "# DFlash drafter",
         f"It drafts blocks of {spec.block_size} tokens (one known, {spec.block_size - 1} drafted) from the "
         f"hidden states of target layers {list(spec.target_layer_ids)} (0-based; a state is a layer's output). "
         "The target checks every draft, so its output does not change. It works with this target only.",
         figures or "Acceptance was not measured.",
         "## Serving",
-        f"Serve at the trained block size, {spec.block_size}; other sizes accept less, down to nothing.",
+        f"Serve at the trained block size, {spec.block_size}; other sizes accept less, down to nothing.{meant}",
         *(f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()),
         "Trained and exported by Draftline.",
     ]
@@ -91,8 +97,8 @@ def measured_section(
 
 
 def measured_in(target: str, dtype: str, device: str, max_new_tokens: int) -> str:
-    """Conditions of a measurement, as a sentence."""
-    return f"Measured on {target} in {dtype} on {device}, answers of at most {max_new_tokens} tokens."
+    """Conditions of a measurement, as a sentence that tells no path of this machine."""
+    return f"Measured on {publishable(target)} in {dtype} on {device}, answers of at most {max_new_tokens} tokens."
 
 
 def _acceptance(evaluation: Evaluation, conditions: str) -> str:

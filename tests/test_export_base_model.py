@@ -1,0 +1,158 @@
+"""What a model card calls the target: a hub name that somebody told, never a path of this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftline.checkpoint.manifest import encode_manifest, read_manifest
+from draftline.cli import app
+from draftline.console import Screen
+from draftline.embedded import embedded_path
+from draftline.run import train
+from draftline.serving.base_model import base_model_in, find_base_model, publishable
+from draftline.serving.card import measured_in, model_card
+from draftline.serving.export import export_drafter
+from draftline.settings import parse_run
+from tests.oracles.tiny import random_drafter, tiny_spec
+from tests.test_cli import SETTINGS
+
+NAME = "owner/target"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    flags = [flag for flag in SETTINGS if not flag.startswith(("--data.eval-path", "--evaluation"))]
+    output = tmp_path_factory.mktemp("base") / "run"
+    train(parse_run([*flags, "--optim.steps=1", f"--output={output}"]), Screen(quiet=True))
+    return output
+
+
+def export_here(*arguments: object) -> None:
+    words = ["export", *map(str, arguments)]
+    app(words, exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def card(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def name_in_card(folder: Path, name: str = NAME) -> None:
+    text = card(folder)
+    assert text.startswith("---\n")
+    (folder / "README.md").write_text(text.replace("---\n", f"---\nbase_model: {name}\n", 1))
+
+
+def test_a_card_without_a_known_target_has_no_base_model_and_says_what_its_placeholder_means():
+    text = model_card(tiny_spec(), None, "me/drafter")
+    assert "base_model" not in text
+    assert text.splitlines()[5] == "# DFlash drafter"
+    assert "TARGET stands for the model that it was trained for" in text
+
+
+def test_a_path_of_this_machine_gets_into_no_card(run: Path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    target, out = tmp_path / "my-target", tmp_path / "out"
+    shutil.copytree(embedded_path("tiny"), target)
+
+    export_here(run, out, f"--target={target}")
+
+    assert str(target) not in card(out)
+    assert base_model_in(out) is None
+    said = capsys.readouterr()
+    assert f"put the line base_model: OWNER/NAME into the front matter of {out}/README.md" in said.err
+    assert str(target) in said.out  # lines that serve it here
+    assert "site-packages" not in card(run / "drafter")
+    assert str(embedded_path("tiny")) not in card(run / "drafter")
+    assert measured_in(str(target), "float32", "cpu", 8).startswith("Measured on my-target in")
+
+
+def test_a_base_model_that_a_card_names_stays_when_the_same_drafter_is_exported_again(
+    run: Path, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "1000")
+    out = tmp_path / "out"
+    export_here(run, out)
+    name_in_card(out)
+    capsys.readouterr()
+    for flags in ([], ["--target=builtin:tiny"]):
+        export_here(run, out, *flags)
+        assert base_model_in(out) == NAME
+        said = capsys.readouterr()
+        assert "OWNER/NAME" not in said.err
+        assert NAME in said.out
+    assert f"--model-path {NAME}" in card(out)
+
+    export_here(out, tmp_path / "again")
+    assert base_model_in(tmp_path / "again") == NAME
+
+
+def test_the_base_model_of_another_drafter_is_not_kept(run: Path, tmp_path):
+    other = random_drafter(tiny_spec())
+    out = export_drafter(
+        other.spec, other.state_dict(), tmp_path / "out", lambda _: model_card(other.spec, NAME, "me/it")
+    )
+    export_here(run, out, "--overwrite")
+    assert base_model_in(out) is None
+
+
+def test_a_targets_folder_may_tell_its_hub_name(tmp_path):
+    for name, told in (("hub", NAME), ("local", "/home/me/model"), ("placeholder", "TARGET")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"_name_or_path": told}))
+        found = find_base_model(str(folder), [], tmp_path / "none")
+        assert found == (NAME if name == "hub" else None)
+
+
+def test_a_hub_name_that_is_given_stands_above_the_one_in_a_card(tmp_path):
+    (tmp_path / "README.md").write_text(model_card(tiny_spec(), "other/model", "me/it"))
+    assert find_base_model(NAME, [tmp_path], tmp_path) == NAME
+    assert find_base_model(None, [tmp_path], tmp_path) == "other/model"
+
+
+@pytest.mark.parametrize(
+    ("front", "named"),
+    [
+        (f"base_model: {NAME}", NAME),
+        (f"base_model:\n- {NAME}", NAME),
+        ("base_model: TARGET", None),
+        ("base_model: ./my-target", None),
+        ("base_model: [", None),
+        ("base_model: []", None),
+    ],
+)
+def test_only_a_hub_name_in_a_card_is_a_base_model(front: str, named: str | None, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n\n# A card\n")
+    assert base_model_in(tmp_path) == named
+
+
+def run_on(run: Path, folder: Path, path: str) -> Path:
+    """A checkpoint whose run was started with this target."""
+    source = shutil.copytree(run / "checkpoints" / "step-000001", folder / "checkpoints" / "step-000001")
+    manifest = read_manifest(source)
+    told = manifest.model_copy(update={"config": {**manifest.config, "target": {"path": path}}})
+    (source / "manifest.json").write_bytes(encode_manifest(told))
+    return source
+
+
+def test_a_run_tells_the_hub_name_of_its_target_where_the_hubs_cache_confirms_it(
+    run: Path, tmp_path, monkeypatch
+):
+    source, cached = run_on(run, tmp_path, NAME), {NAME: "/cache/config.json"}
+    monkeypatch.setattr(
+        "draftline.serving.base_model.try_to_load_from_cache", lambda name, _: cached.get(name)
+    )
+    assert find_base_model(None, [], source) == NAME
+    cached.clear()
+    assert find_base_model(None, [], source) is None
+
+
+def test_a_target_is_called_by_its_hub_or_builtin_name_or_by_its_folder(tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert publishable(NAME) == NAME
+    assert publishable("builtin:tiny") == "builtin:tiny"
+    assert publishable(str(tmp_path / "mine")) == "mine"
