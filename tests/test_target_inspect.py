@@ -67,9 +67,20 @@ def test_default_taps_are_distinct_layers_below_the_last(num_layers: int, data: 
     assert all(0 < tap <= num_layers - 3 for tap in taps)
 
 
-def test_more_default_taps_than_layers_between_the_ends_are_refused_with_the_fix():
-    with pytest.raises(ConfigError, match=r"the target has 6 layers; use fewer drafter\.num_taps \(now 5\)"):
-        resolve_target_layer_ids(DrafterConfig(num_taps=5), 6)
+@pytest.mark.parametrize(
+    ("num_taps", "num_layers", "most"), [(5, 6, 3), (2, 4, 1), (2, 2, 1), (2, 1, 1), (5, 1, 1), (3, 5, 2)]
+)
+def test_default_taps_that_a_target_is_too_shallow_for_come_with_what_fits(
+    num_taps: int, num_layers: int, most: int
+):
+    words = (
+        rf"drafter\.num_taps={num_taps} needs a target of at least {num_taps + 3} layers, this one has {num_layers}; "
+        rf"use at most drafter\.num_taps={most}, or name layers \(0\.\.{num_layers - 1}\) in drafter\.target_layer_ids"
+    )
+    with pytest.raises(ConfigError, match=words):
+        resolve_target_layer_ids(DrafterConfig(num_taps=num_taps), num_layers)
+    assert len(resolve_target_layer_ids(DrafterConfig(num_taps=most), num_layers)) == most
+    assert len(resolve_target_layer_ids(DrafterConfig(num_taps=num_taps), num_taps + 3)) == num_taps
 
 
 def taps_of(*ids: int, num_layers: int = 28) -> tuple[int, ...]:

@@ -31,10 +31,11 @@ def resolve_target_layer_ids(wanted: DrafterConfig, num_target_layers: int) -> t
     """The taps in use: the ones given (negative ids count from the end), else the published rule.
 
     Raises:
-        ConfigError: an id is out of range or named twice.
+        ConfigError: an id is out of range or named twice, or the target is too shallow for the rule.
     """
-    given = wanted.target_layer_ids
-    ids = given or default_target_layer_ids(num_target_layers, wanted.num_taps)
+    if wanted.target_layer_ids is None:
+        return _default_taps_that_fit(wanted.num_taps, num_target_layers)
+    ids = wanted.target_layer_ids
     resolved = tuple(i + num_target_layers if i < 0 else i for i in ids)
     outside = [i for i, r in zip(ids, resolved, strict=True) if not 0 <= r < num_target_layers]
     if outside:
@@ -42,11 +43,21 @@ def resolve_target_layer_ids(wanted: DrafterConfig, num_target_layers: int) -> t
             f"tap {outside[0]} is outside the target's layers 0..{num_target_layers - 1}; name layers that it has"
         )
     if len(set(resolved)) != len(resolved):
-        fix = "name each layer once" if given else f"use fewer drafter.num_taps (now {wanted.num_taps})"
         raise ConfigError(
-            f"taps {list(resolved)} name a layer twice; the target has {num_target_layers} layers; {fix}"
+            f"taps {list(resolved)} name a layer twice; the target has {num_target_layers} layers; name each layer once"
         )
     return resolved
+
+
+def _default_taps_that_fit(num_taps: int, num_target_layers: int) -> tuple[int, ...]:
+    ids = default_target_layer_ids(num_target_layers, num_taps)
+    if len(set(ids)) != num_taps or min(ids) < 0 or max(ids) >= num_target_layers:
+        raise ConfigError(
+            f"drafter.num_taps={num_taps} needs a target of at least {num_taps + 3} layers, this one has "
+            f"{num_target_layers}; use at most drafter.num_taps={max(1, num_target_layers - 3)}, or name layers "
+            f"(0..{num_target_layers - 1}) in drafter.target_layer_ids"
+        )
+    return ids
 
 
 def resolve_mask_token_id(
