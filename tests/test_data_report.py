@@ -23,7 +23,7 @@ from draftline.data.inspect import (
     write_html,
 )
 from draftline.data.prepare import PrepareOptions, Progress, prepare
-from draftline.data.reasons import Reason
+from draftline.data.reasons import Note, Reason
 from draftline.data.report import PrepareReport, build_report, print_report
 from draftline.data.store import TokenStore, open_store
 from draftline.data.tally import Tally
@@ -130,6 +130,20 @@ def test_the_report_shows_the_letters_of_a_row_that_a_console_would_read_as_mark
     stream = io.StringIO()
     print_report(build_report(tally, 0, 1.0, ""), Console(file=stream, width=200))
     assert tally.examples[Reason.CONTENT_LOST] in stream.getvalue()
+
+
+def test_what_was_done_to_kept_rows_comes_with_the_place_of_the_first(tmp_path):
+    said = {"role": "assistant", "content": "Three.", "reasoning_content": "left out by this template"}
+    turns = [{"role": "user", "content": "one"}, said, *ROWS[2]["messages"][2:]]
+    rows = [ROWS[0], {"messages": turns}, {**ROWS[0], "finish_reason": "length"}, {"messages": turns}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    report = prepare(tmp_path / "a.jsonl", make_tokenizer(), tmp_path / "store")
+    assert report.notes == {Note.LEFT_OUT: 2, Note.TRUNCATED: 1}
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=400))
+    for note, line in ((Note.LEFT_OUT, 2), (Note.TRUNCATED, 3)):
+        assert report.examples[note] == f"{tmp_path / 'a.jsonl'}:{line}"
+        assert re.search(rf"{re.escape(note)} .* {re.escape(report.examples[note])}", stream.getvalue())
 
 
 def test_what_a_document_is_stands_whole_on_a_narrow_terminal(prepared):

@@ -65,7 +65,7 @@ class RowEncoder:
         for offset, record in chunk.records():
             tally.rows += 1
             try:
-                made = self._encode(record, tally)
+                made = self._encode(record, tally, chunk.where(offset))
             except UnusableRow as unusable:
                 self._count_dropped(tally, unusable, chunk.where(offset), record)
                 continue
@@ -78,7 +78,7 @@ class RowEncoder:
         ]
         return EncodedChunk(record_batch(entries), tally)
 
-    def _encode(self, record: Any, tally: Tally) -> list[tuple[Document, int]]:
+    def _encode(self, record: Any, tally: Tally, where: str) -> list[tuple[Document, int]]:
         if isinstance(record, UnusableRow):
             raise record
         row = parse_record(record)
@@ -95,6 +95,8 @@ class RowEncoder:
             notes += more
         kept = self._clipped(documents, notes)
         tally.notes += notes
+        for note in +notes:
+            tally.examples.setdefault(note, where)
         tally.kept_from_ids += isinstance(row, TokenRow)
         return [(document, int(row.key, 16)) for document in kept]
 

@@ -31,7 +31,7 @@ class PrepareReport:
     dropped: dict[str, int]
     notes: dict[str, int]
     examples: dict[str, str]
-    """Where the first row dropped for each reason is, and what was wrong with it."""
+    """Where the first row of each reason and note is, and what was wrong with a dropped one."""
     lengths: tuple[tuple[int, int, int], ...]
     """Least tokens, most tokens, documents."""
     duplicates: int
@@ -115,18 +115,22 @@ def _totals(report: PrepareReport) -> Table:
 def _dropped(report: PrepareReport) -> Table:
     table = _table("dropped because", "rows", "the first one")
     for reason, count in report.dropped.items():
-        # rows may hold what a console reads as markup
-        table.add_row(reason, f"{count:,}", Text(visible(report.examples.get(reason, "")[:90])))
+        table.add_row(reason, f"{count:,}", _first(report, reason))
     return table
 
 
 def _notes(report: PrepareReport) -> Table:
-    table = _table("kept, and", "count")
+    table = _table("kept, and", "count", "the first one")
     for note, count in report.notes.items():
-        table.add_row(note, f"{count:,}")
+        table.add_row(note, f"{count:,}", _first(report, note))
     if report.duplicates:
-        table.add_row("the same row again", f"{report.duplicates:,}")
+        table.add_row("the same row again", f"{report.duplicates:,}", "")
     return table
+
+
+def _first(report: PrepareReport, why: str) -> Text:
+    # rows may hold what a console reads as markup
+    return Text(visible(report.examples.get(why, "")[:90]))
 
 
 def _histogram(report: PrepareReport) -> Table:

@@ -26,8 +26,8 @@ class Tally:
     supervised: int = 0
     dropped: Counter[Reason] = field(default_factory=Counter)
     notes: Counter[Note] = field(default_factory=Counter)
-    examples: dict[Reason, str] = field(default_factory=dict)
-    """The first row dropped for each reason: where it is, and what was wrong."""
+    examples: dict[Reason | Note, str] = field(default_factory=dict)
+    """The first row of each reason and note: where it is, and what was wrong with a dropped one."""
     unmasked_text: str | None = None
     """The text of the first row in which no answer could be marked."""
     samples: list[tuple[Segment, ...]] = field(default_factory=list)
