@@ -103,6 +103,59 @@ def test_every_command_names_what_is_near_an_unknown_flag(
 
 
 @pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--optim.lr"], r"^--optim\.lr has no value; write --optim\.lr VALUE, or leave it out$"),
+        (["--optim.lr", "--seed=3"], r"^--optim\.lr has no value"),
+        (["--placement.targets"], r"^--placement\.targets has no value"),
+        (["--optim.betas", "0.9"], r"^--optim\.betas takes 2 values and has 1 \(0\.9\)"),
+        (["--seed=1", "--seed=2"], r"^--seed is given more than once, as 1 and 2; leave all but one out$"),
+        (
+            ["--seed", "1", "--seed", "2"],
+            r"^--seed is given more than once, as 1 and 2; leave all but one out$",
+        ),
+        (["--output", "b"], r"^--output is given more than once, as o and b;"),
+        (
+            ["--optim.betas", "0.9", "0.95", "--optim.betas", "0.8", "0.9"],
+            r"^--optim\.betas is given more than once, as 0\.9 0\.95 and 0\.8 0\.9;",
+        ),
+        (["--target.trust-remote-code"] * 2, r"^--target\.trust-remote-code is given more than once; leave"),
+    ],
+)
+def test_a_flag_without_its_value_or_given_twice_is_shown_as_it_was_written(flags: list[str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        parse_run([*NEEDED, *flags])
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["export", "run", "out", "--target"], "--target has no value; write --target VALUE"),
+        (
+            ["export", "run", "out", "--target", "x", "--target=y"],
+            "--target is given more than once, as x and y;",
+        ),
+        (
+            ["export", "run", "out", "--json", "p", "--json"],
+            "--json is given more than once; leave all but one out",
+        ),
+        (
+            ["evaluate", "run", "p"],
+            "evaluate needs --target; draftline evaluate --help shows how it is written",
+        ),
+        (["evaluate"], "evaluate needs DRAFTER; draftline evaluate --help"),
+    ],
+)
+def test_every_command_says_what_a_flag_lacks(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        app(words)
+    assert ended.value.code == 2
+    assert answer in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
     ("left_out", "words"),
     [
         ("--data", r"data is missing; set data\.path in the run\.yaml, or give --data\.path$"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,8 +22,45 @@ def sentence(error: cyclopts.CycloptsError) -> str:
     """What is wrong with a command line, as one sentence."""
     if isinstance(error, cyclopts.UnknownOptionError):
         return _unknown(error)
+    if isinstance(error, cyclopts.MissingArgumentError):
+        return _lacking(error)
+    if isinstance(error, cyclopts.RepeatArgumentError):
+        return _repeated(error)
     cause = error.__cause__
     return explain(cause) if isinstance(cause, ValidationError) else str(error)
+
+
+def _lacking(error: cyclopts.MissingArgumentError) -> str:
+    """What has to be written that is not there: a flag's value, or what a command or a run must be told."""
+    assert error.argument is not None  # the parser names what it misses
+    name, flag, given = error.argument.name, error.keyword, error.tokens_so_far
+    if flag is None:
+        chain = " ".join(error.command_chain or ())
+        return (
+            f"{chain} needs {name}; draftline {chain} --help shows how it is written"
+            if chain
+            else missing(name.lstrip("-"))
+        )
+    if given:
+        takes = error.argument.token_count()[0]
+        return f"{flag} takes {takes} values and has {len(given)} ({' '.join(given)}); write all of them"
+    return f"{flag} has no value; write {flag} VALUE, or leave it out"
+
+
+def _repeated(error: cyclopts.RepeatArgumentError) -> str:
+    flag, words = error.token.keyword or error.token.value, error.root_input_tokens or []
+    values = [value for value in _values_of(flag, words) if value] if error.token.value else []
+    given = f", as {' and '.join(values)}" if values else ""
+    return f"{flag} is given more than once{given}; leave all but one out"
+
+
+def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
+    """The value of a flag each time that it stands in a command line."""
+    for index, word in enumerate(words):
+        name, has_value, value = word.partition("=")
+        if name == flag:
+            after = itertools.takewhile(lambda one: not one.startswith("--"), words[index + 1 :])
+            yield value if has_value else " ".join(after)
 
 
 def _unknown(error: cyclopts.UnknownOptionError) -> str:
@@ -155,10 +193,6 @@ def parse_run(tokens: Sequence[str]) -> RunConfig:
     flags = list(spread_lists(tokens[len(files) :]))
     try:
         _, bound, _ = parser.parse_args(flags, exit_on_error=False, print_error=False)
-    except cyclopts.MissingArgumentError as error:
-        raise ConfigError(
-            missing(error.argument.name.lstrip("-") if error.argument else "a setting")
-        ) from None
     except cyclopts.CycloptsError as error:
         raise ConfigError(sentence(error)) from None
     config: RunConfig = bound.arguments["config"]
