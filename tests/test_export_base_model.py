@@ -12,10 +12,12 @@ from draftline.checkpoint.manifest import encode_manifest, read_manifest
 from draftline.cli import app
 from draftline.console import Screen
 from draftline.embedded import embedded_path
+from draftline.errors import CheckpointError
 from draftline.run import train
 from draftline.serving.base_model import base_model_in, find_base_model, publishable
 from draftline.serving.card import measured_in, model_card
-from draftline.serving.export import export_drafter
+from draftline.serving.export import export_drafter, export_speculators
+from draftline.serving.speculators import Verifier
 from draftline.settings import parse_run
 from tests.oracles.tiny import random_drafter, tiny_spec
 from tests.test_cli import SETTINGS
@@ -156,3 +158,13 @@ def test_a_target_is_called_by_its_hub_or_builtin_name_or_by_its_folder(tmp_path
     assert publishable(NAME) == NAME
     assert publishable("builtin:tiny") == "builtin:tiny"
     assert publishable(str(tmp_path / "mine")) == "mine"
+
+
+def test_a_drafter_whose_format_does_not_tell_the_target_asks_for_it_by_its_flag(tmp_path):
+    drafter = random_drafter(tiny_spec())
+    verifier = Verifier(NAME, ("Qwen3ForCausalLM",))
+    export_speculators(drafter.spec, drafter.state_dict(), tmp_path / "sp", verifier)
+    with pytest.raises(
+        CheckpointError, match=r"does not tell how many layers the target has.*; name it: --target"
+    ):
+        export_here(tmp_path / "sp", tmp_path / "back")

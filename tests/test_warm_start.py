@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from draftline.cli import parse_run
 from draftline.config import DrafterConfig
 from draftline.console import Screen
+from draftline.embedded import embedded_path
 from draftline.errors import CheckpointError, ConfigError
 from draftline.run import train
 from draftline.serving.export import export_drafter, export_speculators
@@ -133,6 +134,19 @@ def test_a_missing_and_an_unused_tensor_are_both_named(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"missing: norm\.weight; unused: norm\.scale"):
         load_warm_start(DrafterConfig(init_from=str(folder)), DRAFTER.spec, OUTPUT)
+
+
+def test_a_targets_folder_is_said_to_be_one_before_its_weights_are_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "draftline.serving.importing._read_tensors", lambda _: pytest.fail("weights were read")
+    )
+    target = embedded_path("tiny")
+    words = (
+        r"tiny/config\.json is a \['Qwen3ForCausalLM'\]: the folder of a language model, such as a target, and no "
+        r"drafter's; name an exported drafter, a checkpoint or a run folder"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        load_warm_start(DrafterConfig(init_from=str(target)), DRAFTER.spec, OUTPUT)
 
 
 def test_weights_that_are_not_finite_start_nothing(tmp_path):

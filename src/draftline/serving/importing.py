@@ -68,9 +68,8 @@ def load_drafter(folder: Path, num_target_layers: int | None = None) -> tuple[Dr
             does not compute; a tensor is missing, unused or of another shape.
     """
     config = _read_json(folder, CONFIG)
-    tensors = _canonical(_read_tensors(folder))
     spec = spec_from_config(config, str(folder / CONFIG), num_target_layers)
-    tensors = match_tensors(spec, tensors, str(folder))
+    tensors = match_tensors(spec, _canonical(_read_tensors(folder)), str(folder))
     drafter = drafter_of(spec, tensors)
     return spec, drafter.requires_grad_(requires_grad=False).eval()
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from draftline.config import DrafterSpec
 from draftline.errors import CheckpointError
+from draftline.target.load import CAUSAL_SUFFIXES
 
 ARCHITECTURE = "DFlashDraftModel"
 OWN_KEYS = "draftline"
@@ -127,7 +128,7 @@ def _target_layers(merged: dict[str, Any], given: int | None, source: str) -> in
     if given is None and ids:
         raise CheckpointError(
             f"{source} does not tell how many layers the target has (num_target_layers={stored}, taps "
-            f"{ids}); name the target along with this drafter"
+            f"{ids}); name it: --target TARGET"
         )
     return given
 
@@ -137,7 +138,12 @@ def _refuse_other_models(config: dict[str, Any], source: str) -> None:
     nested = config.get("dflash_config") or {}
     architectures = config.get("architectures") or [ARCHITECTURE]
     if architectures != [ARCHITECTURE]:
-        raise CheckpointError(f"{source} is a {architectures}, this version reads {ARCHITECTURE} drafters")
+        other = f"this version reads {ARCHITECTURE} drafters"
+        model = "the folder of a language model, such as a target, and no drafter's"
+        what = model if any(str(name).endswith(CAUSAL_SUFFIXES) for name in architectures) else other
+        raise CheckpointError(
+            f"{source} is a {architectures}: {what}; name an exported drafter, a checkpoint or a run folder"
+        )
     for key, accepted in UNTRAINED.items():
         value = nested.get(key, config.get(key))
         if value not in accepted:
