@@ -221,11 +221,15 @@ def test_a_tokenizer_without_its_main_file_is_refused_with_the_files_name(folder
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("read", ["read_target_config", "load_tokenizer"])
 @pytest.mark.parametrize("offline", [True, False])
-def test_a_hub_that_cannot_be_reached_is_said_with_the_way_round(offline: bool, tmp_path: Path):
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_said_with_the_way_round(
+    offline: bool, read: str, tmp_path: Path
+):
     code = (
-        "from draftline.config import TargetConfig; from draftline.target.load import read_target_config\n"
-        "read_target_config(TargetConfig(path='owner/name'))"
+        f"from draftline.config import TargetConfig; from draftline.target.load import {read}\n"
+        "import time; time.sleep = lambda _: None  # between the hub's retries\n"
+        f"{read}(TargetConfig(path='owner/name'))"
     )
     unreachable = {"HF_HUB_OFFLINE": "1"} if offline else {"HF_ENDPOINT": "http://127.0.0.1:9"}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
@@ -241,6 +245,7 @@ def test_a_hub_that_cannot_be_reached_is_said_with_the_way_round(offline: bool, 
     last = done.stderr.strip().splitlines()[-1]
     assert ("HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached") in last
     assert "hf download owner/name --local-dir FOLDER; then set target.path=FOLDER" in last
+    assert done.stderr.count("[Retry 1/") == (0 if offline else 1)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

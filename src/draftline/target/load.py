@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from draftline.config import TargetConfig
@@ -142,6 +143,8 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     missing = [name for name in TOKENIZER_FILES if Path(path).is_dir() and not (Path(path) / name).is_file()]
     without = f" (it has no {' and no '.join(missing)}: copy them from the original model)" if missing else ""
     with _explained(config, f"has no usable tokenizer{without}"):
+        # without a hub, a tokenizer is looked for twice, each time with a round of retries
+        cached_file(path, "config.json", revision=config.revision)
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
