@@ -21,8 +21,8 @@ from shapes import report
 from draftline.config import Linears, RunConfig
 from draftline.console import Screen
 from draftline.demo import demo_config
-from draftline.metrics import METRICS
 from draftline.pipeline.plan import available_devices
+from draftline.resilience.folder import METRICS
 from draftline.run import train
 
 

@@ -248,6 +248,18 @@ def test_data_files_in_a_folder_below_are_not_left_out_in_silence(tmp_path):
         resolve_source(tmp_path)
 
 
+def test_a_store_a_run_and_a_model_in_a_folder_below_are_no_data(tmp_path):
+    write_as("jsonl", tmp_path)
+    for name in ("store/manifest.json", "run/metrics.jsonl", "run/result.json", "model/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}\n')
+    assert len(all_records(tmp_path)) == len(ROWS)
+    (tmp_path / "more").mkdir()
+    write_as("list", tmp_path / "more")
+    with pytest.raises(DataError, match="more too"):
+        resolve_source(tmp_path)
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_a_file_in_another_encoding_is_told_to_be_written_in_utf_8(tmp_path, encoding):
     text = json.dumps({"prompt": "Gr\u00fc\u00dfe", "response": "b"}, ensure_ascii=False) + "\n"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from draftline.metrics import METRICS, MetricsLog, Progress
+from draftline.metrics import MetricsLog, Progress
+from draftline.resilience.folder import METRICS
 
 
 def remove(path: Path) -> None:

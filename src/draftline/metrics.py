@@ -17,9 +17,8 @@ from typing import TextIO
 from draftline.decoding.evaluate import Evaluation
 from draftline.drafter.stats import StepStats
 from draftline.drafter.worker import StepRecord
+from draftline.resilience.folder import METRICS
 from draftline.resilience.fsio import FileSystem, replace_bytes
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from draftline.data.fingerprint import hash_file
 from draftline.data.reasons import Reason, UnusableRow
 from draftline.errors import DataError
+from draftline.resilience.folder import METRICS
 
 CHUNK_ROWS = 256
 """Records handed to a worker at a time."""
@@ -143,13 +144,24 @@ def resolve_source(name: str | Path) -> Source:
 
 def _folders_below(path: Path) -> list[Path]:
     """Visible folders inside `path` that hold data files at any depth."""
-    files = (file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
     inner = {
         file.parent
-        for file in files
-        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        for file in path.rglob("*")
+        if file.parent != path
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and _may_hold_rows(file)
     }
-    return sorted(inner - {path})
+    return sorted(inner)
+
+
+def _may_hold_rows(file: Path) -> bool:
+    """Whether a file is data and not what lies in token stores, runs and models: objects of settings, metrics."""
+    if not file.name.endswith(_SUFFIXES) or file.name == METRICS or not file.is_file():
+        return False
+    if not file.name.endswith(".json"):
+        return True
+    with file.open("rb") as begun:
+        return begun.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _parsed(line: bytes) -> Any:

@@ -30,6 +30,8 @@ LOCK = ".lock"
 OWNER = "owner.json"
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, inside its output folder."""
+METRICS = "metrics.jsonl"
+"""A run's metrics, inside its output folder."""
 BEAT_S = 4.0
 """Seconds between heartbeats."""
 _MISSED_BEATS = 3
