@@ -34,7 +34,7 @@ def greedy_choices(target, prompt, answer) -> list[int]:
 @pytest.mark.parametrize(("name", "prompts"), [("tiny", 24), ("hybrid", 12)])
 def test_every_token_is_the_targets_own_choice(name: str, prompts: int, tmp_path: Path):
     flags = [*changed(f"--target.path=builtin:{name}"), "--optim.steps=60", "--optim.lr=6e-3"]
-    flags = [flag for flag in flags if not flag.startswith("--data.eval-path")]
+    flags = [flag for flag in flags if not flag.startswith(("--data.eval-path", "--evaluation."))]
     trained = train(parse_run([*flags, f"--output={tmp_path / 'run'}"]), Screen(quiet=True))
     target, drafter = load_pair(trained.drafter, TargetConfig(path=f"builtin:{name}"))
     tokens = drafts = kept = 0
