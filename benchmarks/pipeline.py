@@ -110,7 +110,7 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
     shape, on_cuda = SHAPES[name], devices[0].type == "cuda"
     spec = shape.spec()
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    backend = "flex" if on_cuda else "sdpa"
+    backend = options.attention if on_cuda else "sdpa"
     windows = distinct_windows(spec) if on_cuda else ()
     rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
     store = SyntheticStore(mixed_lengths(2000, options.tokens), shape.vocab)
@@ -137,7 +137,15 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
             drafters,
             count_target(target.model, spec.target_layer_ids),
             DrafterCost(spec, options.tokens, options.blocks),
-            Sizes(dtype.itemsize, dtype.itemsize, False, plan.channel_slots, 1024, per_step),
+            Sizes(
+                dtype.itemsize,
+                dtype.itemsize,
+                False,
+                plan.backend == "flash",
+                plan.channel_slots,
+                1024,
+                per_step,
+            ),
             split=mode == "split",
         )
         release(devices)
@@ -148,6 +156,7 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
         fullest = max(counted, key=lambda device: counted[device].total)
         yield {
             "shape": name,
+            "attention": backend,
             "placement": f"{mode} {len(targets)} + {len(drafters)} on {len({*targets, *drafters})}",
             "target_ms": 1e3 * sides.target_s,
             "drafter_ms": 1e3 * sides.times(per_step).drafter_s,
@@ -166,6 +175,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
+    parser.add_argument("--attention", choices=["flex", "flash"], default="flex", help="on GPUs")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -37,7 +37,14 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     spec = shape.spec()
     dtype = torch.bfloat16 if on_cuda else torch.float32
     plan = Plan(
-        "colocated", (device,), (device,), "flex" if on_cuda else "sdpa", dtype, options.linears, 3, 1
+        "colocated",
+        (device,),
+        (device,),
+        options.attention if on_cuda else "sdpa",
+        dtype,
+        options.linears,
+        3,
+        1,
     )
     windows = distinct_windows(spec) if on_cuda else ()
     rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
@@ -76,7 +83,13 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     used = torch.cuda.max_memory_allocated(device) if on_cuda else 0
     cost = DrafterCost(spec, options.tokens, options.blocks)
     sizes = Sizes(
-        dtype.itemsize, dtype.itemsize, options.linears == "float8", 0, options.chunk_rows, rows_per_step=1
+        dtype.itemsize,
+        dtype.itemsize,
+        options.linears == "float8",
+        plan.backend == "flash",
+        0,
+        options.chunk_rows,
+        rows_per_step=1,
     )
     tables = (1 if shape.tied else 2) * shape.vocab * shape.hidden * dtype.itemsize
     counted_memory = drafter_worker(cost, sizes, 1, split=True).total + tables
@@ -84,6 +97,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     flops = cost.flops(options.tokens)
     return {
         "shape": name,
+        "attention": plan.backend,
         "linears": options.linears,
         "step_ms": milliseconds,
         "row_ms": row_ms,
@@ -105,6 +119,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--chunk-rows", type=int, default=1024)
+    parser.add_argument("--attention", choices=["flex", "flash"], default="flex", help="on a GPU")
     parser.add_argument("--linears", choices=get_args(Linears), default="drafter_dtype")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")

@@ -31,7 +31,14 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     spec = shape.spec()
     dtype = torch.bfloat16 if on_cuda else torch.float32
     plan = Plan(
-        "colocated", (device,), (device,), "flex" if on_cuda else "sdpa", dtype, "drafter_dtype", 3, 1
+        "colocated",
+        (device,),
+        (device,),
+        options.attention if on_cuda else "sdpa",
+        dtype,
+        "drafter_dtype",
+        3,
+        1,
     )
     document = options.tokens // options.documents
     rows = RowShape(options.tokens, 128, spec.block_size, 128, 7.0, ())
@@ -73,6 +80,7 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--attention", choices=["flex", "flash"], default="flex", help="of the run, on a GPU")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")
     parser.add_argument("--json", type=Path)

@@ -177,9 +177,11 @@ class PlacementConfig(Frozen):
     """Device of each drafter worker."""
     channel_slots: int = Field(default=3, ge=1)
     """Rows that may wait in front of each drafter."""
-    attention: Literal["auto", "flex", "sdpa"] = "auto"
-    """Drafter attention: flex is compiled and block-sparse (CUDA), sdpa is dense with a boolean mask (CPU).
-    auto is resolved once at start and printed; it never changes afterwards."""
+    attention: Literal["auto", "flex", "flash", "sdpa"] = "auto"
+    """Drafter attention: flex is compiled and block-sparse (CUDA), sdpa is dense with a boolean mask (CPU). flash is
+    block-sparse by FlashAttention 4 (the extra `flash`, Hopper GPUs), for a packed target too: faster than flex, but
+    two runs differ in their last bits. auto is flex or sdpa, resolved once at start and printed; it never changes
+    afterwards."""
     drafter_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type of the drafter; masters are always float32. auto: bfloat16 on CUDA, float32 on a CPU."""
     drafter_linears: Linears = "drafter_dtype"

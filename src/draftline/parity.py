@@ -69,7 +69,14 @@ def prove_start(job: Job) -> Parity:
         ConfigError: they disagree; see `prove_parity` and `prove_taps`.
     """
     row, ids = job.source.row(0), job.spec.target_layer_ids
-    forward = TappedForward(job.target.model, ids, job.shape.token_budget, job.max_documents, job.form)
+    forward = TappedForward(
+        job.target.model,
+        ids,
+        job.shape.token_budget,
+        job.max_documents,
+        job.form,
+        flash=job.plan.backend == "flash",
+    )
     forward.load(row)
     taps = forward.run()
     return Parity(

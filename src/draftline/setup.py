@@ -25,8 +25,10 @@ from draftline.decoding.prompts import load_prompts
 from draftline.drafter.float8 import refuse_float8
 from draftline.drafter.model import empty_drafter
 from draftline.errors import DataError
+from draftline.flash import refuse_flash
 from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
+from draftline.pipeline.costs import head_dim
 from draftline.pipeline.job import Job, max_documents, row_shape
 from draftline.pipeline.plan import Plan, make_plan
 from draftline.pipeline.planning import refuse_what_cannot_fit, resolve_placement
@@ -106,6 +108,8 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
     target_config = read_target_config(config.target)
     plan = make_plan(resolve_placement(config, spec, sketch))
     refuse_float8(plan.linears, spec, plan.drafters)
+    if plan.backend == "flash":
+        refuse_flash(spec, head_dim(target_config), plan.drafter_dtype, (*plan.targets, *plan.drafters))
     refuse_what_cannot_fit(config, spec, sketch, plan)
     torch.set_num_threads(plan.cpu_threads)  # before any thread starts: compiled code guards on it
     # held-out prompts, weights to start from, training data
@@ -154,7 +158,7 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
     accepted = accept(config, screen)
     spec, plan, start = accepted.spec, accepted.plan, accepted.start
     target = load_target(config.target, plan.targets[0])
-    form = choose_form(target.model, spec.target_layer_ids)
+    form = choose_form(target.model, spec.target_layer_ids, flash=plan.backend == "flash")
     for line in (*plan.describe(), f"target      {form.form} rows: {form.reason}"):
         screen.say(line)
     if start is not None:

@@ -22,7 +22,11 @@ FLEX_FORWARD = r"^triton_tem_fused\w*flex_attention(?!\w*backward)"
 """GPU kernels of compiled flex_attention's forward: one a call (measured: PyTorch 2.11, H200)."""
 FLEX_BACKWARD = r"^triton_tem_fused\w*flex_attention_backward"
 """GPU kernels of compiled flex_attention's backward: one a call."""
-SDPA = r"^aten::_?scaled_dot_product\w*attention|fmha|flash_fwd|flash_bwd|native_sdpa"
+FLASH_FORWARD = r"FlashAttentionForwardSm\d+"
+"""GPU kernels of FlashAttention 4's forward: one a call (flash-attn-4 4.0.0b36, H200)."""
+FLASH_BACKWARD = r"FlashAttentionBackwardSm\d+"
+"""Those of its backward that are neither preparation nor conversion: one a call."""
+SDPA = r"^aten::_?scaled_dot_product\w*attention|fmha|pytorch_flash|native_sdpa"
 """scaled_dot_product_attention: its operators on a CPU, its fused kernels on a GPU."""
 
 _MIB = 2**20

@@ -1,7 +1,7 @@
-"""The drafter's attention: two backends behind one signature, chosen once at start and never swapped.
+"""The drafter's attention: backends behind one signature, chosen once at start and never swapped.
 
 `sdpa` is dense with a boolean mask and works everywhere; `flex` is block-sparse and needs CUDA to train
-(PyTorch has no flex backward on a CPU).
+(PyTorch has no flex backward on a CPU); `flash`, in flash.py, is block-sparse by FlashAttention 4.
 
 Legend: H = query heads, KV = key/value heads, Q = queries, S = context keys, hd = head dim.
 """

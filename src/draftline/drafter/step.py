@@ -18,6 +18,7 @@ from draftline.config import DrafterSpec
 from draftline.data.transfer import DeviceRow
 from draftline.drafter.attention import Attend, flex_attend, kernel_options
 from draftline.drafter.blocks import block_positions, block_token_ids
+from draftline.drafter.flash import Bounds, context_bounds, flash_attend
 from draftline.drafter.loss import cross_entropy_chunk, frozen_head_loss
 from draftline.drafter.mask import MaskMod, mask_mod
 from draftline.drafter.model import Drafter
@@ -25,7 +26,8 @@ from draftline.drafter.stats import row_stats, stats_size
 from draftline.drafter.tiled import query_tiles, tiled_attend
 from draftline.optim import FlatParameters
 
-Backend = Literal["flex", "sdpa"]
+Backend = Literal["flex", "flash", "sdpa"]
+"""flex and flash read tables of tiles; sdpa is dense."""
 Compile = Callable[[Callable[..., object]], Callable[..., object]]
 Window = tuple[int | None, bool]
 
@@ -82,7 +84,8 @@ class DrafterStep:
         compile_function: Compile | None = None,
     ) -> None:
         self.drafter, self.parameters, self.row, self.taps = drafter, parameters, row, taps
-        self.spec, self.backend = drafter.spec, backend
+        self.spec = drafter.spec
+        self.backend: Backend = backend
         self.embedding, self.head = embedding, head
         self.chunk_rows = chunk_rows
         self.dtype = parameters.weights.dtype
@@ -110,13 +113,15 @@ class DrafterStep:
     def _attend(self) -> Attend:
         row, windows = self.row, layer_windows(self.spec)
         kinds = distinct_windows(self.spec)
-        rules = [self._rule(*kind) for kind in kinds]
         kind_of = [kinds.index(window) for window in windows]
+        tables = [row.tables[kind] for kind in kind_of] if self.backend != "sdpa" else []
+        if self.backend == "flash":
+            bounds = [self._bounds(*kind) for kind in kinds]
+            return flash_attend(tables, [bounds[kind] for kind in kind_of])
+        rules = [self._rule(*kind) for kind in kinds]
         layer_rules = [rules[kind] for kind in kind_of]
         if self.backend == "flex":
-            return flex_attend(
-                [row.tables[kind] for kind in kind_of], layer_rules, options=self._kernel_options
-            )
+            return flex_attend(tables, layer_rules, options=self._kernel_options)
         tiles = query_tiles(row.anchors, row.anchor_valid, row.positions, self.spec.block_size)
         return tiled_attend(tiles, layer_rules, row.positions.shape[0])
 
@@ -126,6 +131,17 @@ class DrafterStep:
             row.anchors,
             row.anchor_valid,
             row.document_ids,
+            row.positions,
+            block_size=self.spec.block_size,
+            window=window,
+            causal=causal,
+        )
+
+    def _bounds(self, window: int | None, causal: bool) -> Bounds:
+        row = self.row
+        return context_bounds(
+            row.anchors,
+            row.anchor_valid,
             row.positions,
             block_size=self.spec.block_size,
             window=window,

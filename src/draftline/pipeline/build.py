@@ -13,11 +13,19 @@ from torch._functorch import config as functorch_config
 from draftline import optim
 from draftline.compiling.graphs import CapturedStep, LaunchedStep, Step
 from draftline.compiling.isolate import compile_isolated
-from draftline.compiling.proof import FLEX_BACKWARD, FLEX_FORWARD, SDPA, Expectation, prove
+from draftline.compiling.proof import (
+    FLASH_BACKWARD,
+    FLASH_FORWARD,
+    FLEX_BACKWARD,
+    FLEX_FORWARD,
+    SDPA,
+    Expectation,
+    prove,
+)
 from draftline.data.transfer import DeviceRow
 from draftline.drafter.float8 import set_linears
 from draftline.drafter.model import Drafter, drafter_of
-from draftline.drafter.step import AccumulatingStep, Compile, DrafterStep
+from draftline.drafter.step import AccumulatingStep, Backend, Compile, DrafterStep
 from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.pipeline.devices import Place, Replicas
 from draftline.pipeline.job import Job
@@ -29,6 +37,12 @@ T = TypeVar("T")
 RECOMPUTE = {"ban_recompute_used_far_apart": False, "ban_recompute_materialized_backward": False}
 """Settings of the compiler's choice of what forward saves: elementwise results are computed again in backward instead
 (measured on the 8B shape: 1.4 GiB less for 0.8 % of the time)."""
+KERNELS_OF: dict[Backend, tuple[str, ...]] = {
+    "flex": (FLEX_FORWARD, FLEX_BACKWARD),
+    "flash": (FLASH_FORWARD, FLASH_BACKWARD),
+}
+"""What a captured step runs once a layer; every other attention kernel must not run at all."""
+ATTENTION_KERNELS = (FLEX_FORWARD, FLEX_BACKWARD, FLASH_FORWARD, FLASH_BACKWARD, SDPA)
 NUM_WARM_STEPS = 2
 """Launched steps before the proof: the first compiles, the second shows that nothing compiles again."""
 
@@ -71,15 +85,17 @@ def build_target(job: Job, replicas: Replicas, place: Place, name: str) -> Built
         job.shape.token_budget,
         job.max_documents,
         job.form,
+        flash=job.plan.backend == "flash",
     )
     captured = place.stream is not None and job.form == "packed"
-    compiled = captured and forward.packing.kernel == "varlen"
+    compiled = captured and forward.packing.kernel != "mask"
     if compiled:
         forward.compile_layers(lambda function: compile_isolated(function, name))
     forward.load(job.source.row(job.schedule.first_row))
     step = _finish(forward.run, [forward], place, captured=captured)
     how = ("layers compiled, " if compiled else "") + ("one CUDA graph" if captured else "launched")
-    return BuiltTarget(forward, step, (f"{name}: target forward {job.form}, {how}",))
+    kernel = " by FlashAttention 4" if job.form == "packed" and forward.packing.kernel == "flash" else ""
+    return BuiltTarget(forward, step, (f"{name}: target forward {job.form}{kernel}, {how}",))
 
 
 def build_drafter(
@@ -174,8 +190,8 @@ def _prove(job: Job, step: DrafterStep, place: Place, name: str) -> tuple[str, .
         for _ in range(NUM_WARM_STEPS):
             step.run()
     layers = job.spec.num_layers
-    expectation = Expectation(counts={FLEX_FORWARD: layers, FLEX_BACKWARD: layers, SDPA: 0})
-    proof = prove(step.run, expect=expectation, device=place.device)
+    kernels = dict.fromkeys(ATTENTION_KERNELS, 0) | dict.fromkeys(KERNELS_OF[step.backend], layers)
+    proof = prove(step.run, expect=Expectation(counts=kernels), device=place.device)
     return (
         f"{name}: proved {layers} + {layers} block-sparse attention kernels, 0 dense calls, 0 compilations",
         f"{name}: peak memory {(proof.peak_memory_bytes or 0) / 2**30:.1f} GiB",

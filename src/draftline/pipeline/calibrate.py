@@ -88,7 +88,7 @@ def calibration_job(
         shape=shape,
         source=RowSource(store, shape, seed=0),
         target=target,
-        form=choose_form(target.model, spec.target_layer_ids).form,
+        form=choose_form(target.model, spec.target_layer_ids, flash=plan.backend == "flash").form,
         max_documents=max_documents(torch.from_numpy(store.lengths), shape.token_budget),
         optim=OptimConfig(steps=num_rows),
         loss=LossConfig(chunk_rows=chunk_rows),

@@ -49,7 +49,7 @@ def count_target(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> T
         num_weights=sum(p.numel() for p in model.parameters()) - (head.numel() if _twice(model) else 0),
         table_weights=embedding.numel() + (0 if tied else head.numel()),
         active_weights=sum(_active(layer, share) for layer in used),
-        attention_width=_head_width(text) * sum(_attends(layer) for layer in used),
+        attention_width=text.num_attention_heads * head_dim(text) * sum(_attends(layer) for layer in used),
         widest=max(_widest(layer, share) for layer in used),
     )
 
@@ -80,9 +80,10 @@ def _attends(layer: nn.Module) -> bool:
     return any(name.endswith("self_attn") for name, _ in layer.named_children())
 
 
-def _head_width(text: PreTrainedConfig) -> int:
-    heads = text.num_attention_heads
-    return heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+def head_dim(config: PreTrainedConfig) -> int:
+    """Size of one head of a target's attention."""
+    text = text_config(config)
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _widest(layer: nn.Module, share: float) -> int:

@@ -116,7 +116,7 @@ class Engine:
                 yield from self._until_ready()
                 self._replicas.release_initial()
                 # A CPU run compiles nothing, so the seal would only forbid what others in the process do.
-                sealed = seal() if self.job.plan.backend == "flex" else None
+                sealed = seal() if self.job.plan.backend != "sdpa" else None
                 try:
                     self._release()
                     yield from self._until_finished()
@@ -131,7 +131,7 @@ class Engine:
 
     def _start(self) -> None:
         plan = self.job.plan
-        if plan.backend == "flex":
+        if plan.backend != "sdpa":
             prepare_profiler()  # its first start belongs to the main thread
         for index in range(LOADER_THREADS):
             self._supervisor.start(f"loader-{index}", self._loader.run)

@@ -56,14 +56,14 @@ def decay_gamma(loss: LossConfig, block_size: int) -> float:
 
 
 def row_shape(config: RunConfig, spec: DrafterSpec, backend: Backend) -> RowShape:
-    """The rows of a run; only flex reads attention tables."""
+    """The rows of a run; dense attention reads no tables."""
     return RowShape(
         token_budget=config.rows.token_budget,
         block_budget=config.rows.block_budget,
         block_size=spec.block_size,
         anchors_per_document=config.rows.anchors_per_document,
         decay_gamma=decay_gamma(config.loss, spec.block_size),
-        windows=distinct_windows(spec) if backend == "flex" else (),
+        windows=distinct_windows(spec) if backend != "sdpa" else (),
     )
 
 

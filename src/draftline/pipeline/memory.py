@@ -45,6 +45,8 @@ class Sizes:
     """Of one of the drafter's compute weights."""
     float8: bool
     """Whether its linear maps multiply copies in float8."""
+    flash: bool
+    """Whether its attention is FlashAttention 4."""
     channel_slots: int
     chunk_rows: int
     rows_per_step: int
@@ -116,6 +118,10 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
             "loss": loss,
             # of one map, which frees its copies before the next begins
             "float8 copies": drafter.largest_operands if sizes.float8 else 0,
+            # gradients of one layer's queries, keys and values, before they are converted
+            "attention sums": FLOAT32 * (queries * drafter.query_width + 2 * keys * drafter.key_width)
+            if sizes.flash
+            else 0,
             # a row's gradients take the place of the activations that backward has used
             "row gradients": max(0, weights * sizes.drafter_bytes - activations - loss),
             "taps": _taps(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,

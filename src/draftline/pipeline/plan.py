@@ -33,6 +33,7 @@ class Plan:
         """The plan as lines for a person."""
         kernel = {
             "flex": "compiled block-sparse flex_attention",
+            "flash": "block-sparse FlashAttention 4, also for packed targets; two runs differ in their last bits",
             "sdpa": "SDPA with a boolean mask, tile by tile",
         }
         devices = {
@@ -163,12 +164,19 @@ def _choose_backend(wanted: str, *, on_cuda: bool) -> Backend:
             "placement.attention=flex cannot train on a CPU (PyTorch has no flex_attention backward there); use "
             "attention: sdpa or auto"
         )
+    if wanted == "flash" and not on_cuda:
+        raise ConfigError(
+            "placement.attention=flash needs GPUs: FlashAttention 4 has no kernels for a CPU; use attention: sdpa or "
+            "auto"
+        )
     if wanted == "sdpa" and on_cuda:
         raise ConfigError(
             "placement.attention=sdpa is the CPU's backend: dense attention on a GPU is several times slower and "
             "needs gigabytes for its scores; use attention: flex or auto"
         )
-    return "flex" if on_cuda else "sdpa"
+    if not on_cuda:
+        return "sdpa"
+    return "flash" if wanted == "flash" else "flex"
 
 
 def _choose_dtype(wanted: str, *, on_cuda: bool) -> torch.dtype:

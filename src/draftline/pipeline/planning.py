@@ -21,8 +21,9 @@ from draftline.data.store import TokenStore, open_store, read_manifest
 from draftline.data.synthetic import SyntheticStore, mixed_lengths
 from draftline.drafter.float8 import refuse_float8
 from draftline.errors import ConfigError
+from draftline.flash import refuse_flash
 from draftline.pipeline.calibrate import Calibration, calibrate, calibration_job, random_target
-from draftline.pipeline.costs import DrafterCost, TargetCost, count_target
+from draftline.pipeline.costs import DrafterCost, TargetCost, count_target, head_dim
 from draftline.pipeline.job import row_shape
 from draftline.pipeline.memory import HEADROOM, Memory, Sizes, device_memory
 from draftline.pipeline.placement import GIB, Mode, Option, SideTimes, choose, list_options
@@ -130,6 +131,7 @@ def run_costs(config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan) 
             dtype.itemsize,
             plan.drafter_dtype.itemsize,
             plan.linears == "float8",
+            plan.backend == "flash",
             plan.channel_slots,
             config.loss.chunk_rows,
             config.optim.rows_per_step,
@@ -151,6 +153,8 @@ def propose(
     """
     plan = _plan_of_one(config.placement, hardware)
     refuse_float8(plan.linears, spec, plan.drafters if timed else ())
+    if plan.backend == "flash":
+        refuse_flash(spec, head_dim(sketch.model.config), plan.drafter_dtype, plan.drafters if timed else ())
     costs = run_costs(config, spec, sketch, plan)
     store = planned_store(config, spec.vocab_size)
     source = RowSource(store, row_shape(config, spec, plan.backend), config.seed)

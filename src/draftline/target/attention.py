@@ -1,9 +1,9 @@
 """Document-isolated attention for a target's packed row, registered with transformers by name.
 
-Two kernels, chosen once when a worker is built and shown in the plan: PyTorch's variable-length attention
-(CUDA, half precision) and SDPA with an explicit boolean mask (CPU, or float32). Both read the row's document
-bounds from a `Packing` that the worker owns, so nothing depends on how a model family builds its masks
-(transformers' defaults leak across packed documents silently).
+Three kernels, chosen once when a worker is built and shown in the plan: PyTorch's variable-length attention
+(CUDA, half precision), FlashAttention 4 in its place where the run asks for it, and SDPA with an explicit boolean
+mask (CPU, or float32). All read the row's document bounds from a `Packing` that the worker owns, so nothing depends
+on how a model family builds its masks (transformers' defaults leak across packed documents silently).
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from draftline.flash import flash_packed
+
 ATTENTION_NAME = "draftline_packed"
-Kernel = Literal["varlen", "mask"]
+Kernel = Literal["varlen", "flash", "mask"]
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 """torch 2.11 takes grouped heads as they are; later versions want to be told."""
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """varlen where its kernels exist (CUDA, half precision), the explicit mask elsewhere."""
-    return "varlen" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "mask"
+def choose_kernel(device: torch.device, dtype: torch.dtype, *, flash: bool) -> Kernel:
+    """varlen or flash where their kernels exist (CUDA, half precision), the explicit mask elsewhere."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "mask"
+    return "flash" if flash else "varlen"
 
 
 @dataclass
@@ -90,8 +94,13 @@ def packed_attention(
             "soft-capped scores, attention sinks and own masks need the batched form"
         )
     packing: Packing = module.draftline_packing  # pyright: ignore[reportAssignmentType]
-    if packing.kernel == "varlen":
-        return _varlen(packing, query, key, value, scaling, sliding_window), None
+    if packing.kernel != "mask":
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+        if packing.kernel == "flash":
+            out = flash_packed(q, k, v, packing.cu_seqlens, packing.max_document, scaling, sliding_window)
+        else:
+            out = _varlen(packing, q, k, v, scaling, sliding_window)
+        return out[None], None
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=packing.mask(sliding_window), scale=scaling, enable_gqa=True
     )
@@ -99,9 +108,8 @@ def packed_attention(
 
 
 def _varlen(
-    packing: Packing, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     left = -1 if window is None else window - 1  # the window counts the current token
     out = varlen_attn(
         q,
@@ -116,7 +124,7 @@ def _varlen(
         **GROUPED_HEADS,
     )
     assert isinstance(out, Tensor)
-    return out[None]
+    return out
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

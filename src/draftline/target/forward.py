@@ -61,7 +61,10 @@ class TappedForward:
         token_budget: int,
         max_documents: int,
         form: Form,
+        *,
+        flash: bool = False,
     ) -> None:
+        """`flash`: attend by FlashAttention 4 where the form is packed and the type half precision."""
         self.form = form
         self.body, self.layers = _truncate(share_weights(model), max(target_layer_ids) + 1)
         weight = model.get_input_embeddings().weight
@@ -77,7 +80,7 @@ class TappedForward:
             cu_seqlens=tensors["cu_seqlens"],
             document_ids=tensors["document_ids"],
             max_document=token_budget,
-            kernel=choose_kernel(self.device, weight.dtype),
+            kernel=choose_kernel(self.device, weight.dtype, flash=flash),
         )
         self._row: Row | None = None
         self._targets: list[Tensor] = []  # batched form: rows of `out` that the running call fills

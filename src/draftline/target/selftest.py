@@ -54,8 +54,10 @@ class _Figures:
         return self.isolated(model, tolerance) and self.distance <= tolerance
 
 
-def choose_form(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> FormChoice:
-    """Packed if the target passes the self-test that way, else batched.
+def choose_form(
+    model: PreTrainedModel, target_layer_ids: tuple[int, ...], *, flash: bool = False
+) -> FormChoice:
+    """Packed if the target passes the self-test that way, else batched; `flash` as of `TappedForward`.
 
     Raises:
         ConfigError: neither form reproduces a document run alone, the figures are named; or the hidden states are
@@ -64,7 +66,7 @@ def choose_form(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> Fo
     dtype = model.get_input_embeddings().weight.dtype
     assert isinstance(dtype, torch.dtype)
     try:
-        packed = _measure(model, target_layer_ids, "packed")
+        packed = _measure(model, target_layer_ids, "packed", flash=flash)
     except UnsupportedPackingError as error:
         packed, refused = None, str(error)
     else:
@@ -72,7 +74,7 @@ def choose_form(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> Fo
     if packed is not None and packed.passes(model, TOLERANCE[dtype]):
         how = "to rounding (experts)" if packed.leak else "to the bit"
         return FormChoice("packed", f"isolated {how}; distance to documents alone {packed.distance:.1e}")
-    batched = _measure(model, target_layer_ids, "batched")
+    batched = _measure(model, target_layer_ids, "batched", flash=flash)
     if batched.passes(model, TOLERANCE[dtype]):
         return FormChoice(
             "batched", f"{refused}; batched, the distance to documents alone is {batched.distance:.1e}"
@@ -87,7 +89,7 @@ def _has_experts(model: PreTrainedModel) -> bool:
     return any(name.endswith(".experts") for name, _ in model.named_modules())
 
 
-def _measure(model: PreTrainedModel, taps: tuple[int, ...], form: Form) -> _Figures:
+def _measure(model: PreTrainedModel, taps: tuple[int, ...], form: Form, *, flash: bool) -> _Figures:
     vocab = int(text_config(model.config).vocab_size)
     generator = torch.Generator().manual_seed(0)
     documents, others = (
@@ -95,7 +97,7 @@ def _measure(model: PreTrainedModel, taps: tuple[int, ...], form: Form) -> _Figu
     )
     alone = _alone(model, taps, documents)
     _refuse_not_finite(model, taps, torch.cat(alone))
-    forward = TappedForward(model, taps, TEST_BUDGET, len(documents), form)
+    forward = TappedForward(model, taps, TEST_BUDGET, len(documents), form, flash=flash)
     row = _row(documents)
     there = _run(forward, row)
     moved = _run(forward, _row([others[0], documents[1], others[2]]))

@@ -1,0 +1,125 @@
+"""FlashAttention 4, the optional kernels of both sides on a Hopper GPU (`placement.attention: flash`).
+
+The package `flash-attn-4` compiles its kernels when they are first called, which happens inside the gate. Nothing falls
+back from it: a machine that lacks something is refused before anything long starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftline.config import DrafterSpec
+from draftline.errors import ConfigError
+
+HOPPER = 9
+"""Major compute capability of the GPUs it was measured on; its block-sparse kernels differ on others."""
+MULTIPLE = 8
+"""Head sizes are multiples of it."""
+WIDEST_DRAFTER = 128
+"""Largest head size whose kernels take the tiles of our tables."""
+WIDEST_TARGET = 256
+OR_FLEX = "or use placement.attention: flex"
+
+
+def kernels() -> Any:
+    """The package's module of kernels.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        return import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        raise ConfigError(
+            f"placement.attention=flash needs the package flash-attn-4, which cannot be imported ({error}); "
+            f"pip install 'draftline[flash]', {OR_FLEX}"
+        ) from None
+
+
+def refuse_flash(
+    spec: DrafterSpec, target_head_dim: int, drafter_dtype: torch.dtype, devices: Sequence[torch.device]
+) -> None:
+    """Refuse what FlashAttention 4 cannot be used for, before anything long starts.
+
+    Args:
+        target_head_dim: size of one head of the target.
+        devices: where it will run; none when it is only counted.
+
+    Raises:
+        ConfigError: the compute type, a head size or a device does not fit, or the package cannot be imported.
+    """
+    if drafter_dtype == torch.float32:
+        raise ConfigError(
+            "placement.attention=flash computes in bfloat16, but placement.drafter_dtype is float32; leave "
+            f"drafter_dtype out, {OR_FLEX}"
+        )
+    for whose, size, widest in (
+        ("the drafter's (drafter.head_dim)", spec.head_dim, WIDEST_DRAFTER),
+        ("the target's", target_head_dim, WIDEST_TARGET),
+    ):
+        if size % MULTIPLE or size > widest:
+            raise ConfigError(
+                f"placement.attention=flash takes multiples of {MULTIPLE} up to {widest} as {whose} head size, "
+                f"which is {size}; change it, {OR_FLEX}"
+            )
+    for device in dict.fromkeys(devices):
+        capability = torch.cuda.get_device_capability(device)
+        if capability[0] != HOPPER:
+            raise ConfigError(
+                f"{device} has compute capability {capability[0]}.{capability[1]}, and placement.attention=flash is "
+                f"for {HOPPER}.x (H100, H200); use such a GPU, {OR_FLEX}"
+            )
+    if devices:
+        kernels()
+
+
+@torch.library.custom_op("draftline::flash_packed", mutates_args=())
+def flash_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None, window: int | None
+) -> Tensor:
+    """Causal attention of each document of a packed row to itself.
+
+    Args:
+        q: [tokens, H, hd].
+        k, v: [tokens, KV, hd].
+        cu_seqlens: bounds of the documents, int32 [documents + 1].
+        longest: tokens of the longest document that may come.
+        window: tokens that a query sees, itself included; None for all.
+
+    Returns:
+        [tokens, H, hd].
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kernels()._flash_attn_fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        causal=window is None,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+        out=out,
+    )
+    return out
+
+
+@flash_packed.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,  # noqa: ARG001
+    cu_seqlens: Tensor,  # noqa: ARG001
+    longest: int,  # noqa: ARG001
+    scale: float | None,  # noqa: ARG001
+    window: int | None,  # noqa: ARG001
+) -> Tensor:
+    return q.new_empty(q.shape)
