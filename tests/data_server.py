@@ -25,6 +25,8 @@ class Chat:
 
     reply: Callable[[dict[str, Any], int], Reply]
     models: list[str] = field(default_factory=lambda: ["tiny"])
+    listing: dict[str, Any] | None = None
+    """Said of the models instead of their names in the usual form."""
     takes_token_ids: bool = False
     seen: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -58,7 +60,7 @@ def serving(chat: Chat) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._send(200, {"data": [{"id": name} for name in chat.models]})
+            self._send(200, chat.listing or {"data": [{"id": name} for name in chat.models]})
 
         def do_POST(self) -> None:
             chat.keys.append(self.headers["Authorization"])

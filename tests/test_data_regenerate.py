@@ -120,7 +120,7 @@ def test_failures_in_a_row_end_the_run_with_the_servers_words_and_keep_what_was_
 
     chat = Chat(break_down)
     source = prompts(tmp_path / "p.jsonl", 200)
-    with serving(chat) as url, pytest.raises(ServerError, match="CUDA out of memory"):
+    with serving(chat) as url, pytest.raises(ServerError, match=r"CUDA out of memory.*--give-up-after"):
         run(url, source, tmp_path / "out.jsonl", None, RegenerateOptions(give_up_after=4), retries=1)
     assert sorted(row["source"] for row in rows(tmp_path / "out.jsonl")) == [0, 1, 2, 3, 4]
     assert len(chat.seen) < 30
@@ -309,9 +309,42 @@ def test_a_server_that_cannot_be_used_is_named_before_anything_is_written(tmp_pa
         run("http://127.0.0.1:9/v1", source, tmp_path / "out.jsonl")
     with pytest.raises(ConfigError, match="does not begin with http"):
         run("localhost:8000", source, tmp_path / "out.jsonl")
-    with serving(Chat(echo, models=["a", "b"])) as url, pytest.raises(ConfigError, match=r"\['a', 'b'\]"):
-        run(url, source, tmp_path / "out.jsonl")
+    with pytest.raises(ServerError, match=r"http://\[::1/v1 cannot be used.*correct --url"):
+        run("http://[::1/v1", source, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("listing", "error", "words"),
+    [
+        ({"data": [{"id": "a"}, {"id": "b"}]}, ConfigError, "lists 2 models: a, b; name one by --model"),
+        ({"data": []}, ConfigError, "lists no model; load one there, or name it by --model"),
+        ({"data": [{}]}, ServerError, "not a list of models.*correct --url or --model"),
+        ({"data": ["a"]}, ServerError, "not a list of models"),
+        ({"data": None}, ServerError, "not a list of models"),
+        ({"detail": "ok"}, ServerError, "not a list of models"),
+    ],
+)
+def test_a_server_whose_only_model_cannot_be_told_is_refused_with_what_to_name(
+    tmp_path, listing: dict[str, Any], error: type[Exception], words: str
+):
+    with serving(Chat(echo, listing=listing)) as url:
+        with pytest.raises(error, match=words):
+            run(url, prompts(tmp_path / "p.jsonl", 2), tmp_path / "out.jsonl")
+        assert run(url, tmp_path / "p.jsonl", tmp_path / "out.jsonl", model="mine").written == 2
+
+
+@pytest.mark.parametrize("key", ["sk-hidden\n", "sk-hidden\u20ac"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(tmp_path, monkeypatch, key: str):
+    monkeypatch.setenv("MY_KEY", key)
+    chat = Chat(echo)
+    with (
+        serving(chat) as url,
+        pytest.raises(ConfigError, match=r"key in MY_KEY .*--api-key-variable") as refused,
+    ):
+        run(url, prompts(tmp_path / "p.jsonl", 1), tmp_path / "out.jsonl", api_key_variable="MY_KEY")
+    assert "hidden" not in str(refused.value)
+    assert chat.keys == []
 
 
 PROGRAM = """

@@ -128,5 +128,6 @@ def _count_failure(
     if in_a_row >= options.give_up_after:
         raise ServerError(
             f"{in_a_row} rows in a row gave no answer, the last was {where}. The {report.written} rows written "
-            "so far are kept; run the same command again to go on"
+            "so far are kept; remove the cause and run the same command again to go on, or pass such rows by with "
+            "a larger --give-up-after"
         )

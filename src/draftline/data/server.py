@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import random
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -25,6 +26,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 _WORDS = 500
 """Characters of a server's reply that an error shows."""
+_KEY = re.compile(r"[ -~]+")
+"""What a header can carry: ASCII without control characters."""
 
 
 class RequestFailedError(Exception):
@@ -53,7 +56,7 @@ class Server:
         """Reach the server, choose the model and find out whether it gives token ids.
 
         Raises:
-            ConfigError: an address that is not HTTP, or no way to choose a model.
+            ConfigError: an address that is not HTTP, a key that cannot be sent, or no way to choose a model.
             ServerError: no server answers there.
         """
         if not options.url.startswith(("http://", "https://")):
@@ -62,6 +65,7 @@ class Server:
         """How it is used."""
         self._url = options.url.rstrip("/")
         self._sampling = sampling
+        self._headers = _headers(options.api_key_variable)
         try:
             self.model = options.model or self._only_model()
             self.gives_token_ids = self._probe_token_ids()
@@ -139,9 +143,19 @@ class Server:
         return body | self.options.extra
 
     def _only_model(self) -> str:
-        listed = [str(model["id"]) for model in self._call("/models", None).get("data", [])]
-        if len(listed) != 1:
-            raise ConfigError(f"the server lists the models {listed[:20]}; name one of them")
+        reply = self._call("/models", None)
+        try:
+            listed = [str(model["id"]) for model in reply["data"]]
+        except (KeyError, TypeError):
+            raise RequestFailedError(f"not a list of models: {str(reply)[:_WORDS]}", passing=False) from None
+        if not listed:
+            raise ConfigError(
+                f"the server at {self._url} lists no model; load one there, or name it by --model"
+            )
+        if len(listed) > 1:
+            raise ConfigError(
+                f"the server at {self._url} lists {len(listed)} models: {', '.join(listed[:20])}; name one by --model"
+            )
         return listed[0]
 
     def _probe_token_ids(self) -> bool:
@@ -157,23 +171,41 @@ class Server:
         return parse_completion(reply).completion_ids is not None
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.options.api_key_variable):
-            headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310 - http(s), checked above
         try:
+            request = urllib.request.Request(self._url + path, data, self._headers)  # noqa: S310 - http(s), checked above
             with urllib.request.urlopen(request, timeout=self.options.timeout_s) as reply:  # noqa: S310
-                parsed = json.loads(reply.read())
+                words = reply.read()
         except urllib.error.HTTPError as error:
             raise _refusal(error) from None
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailedError(f"{type(error).__name__}: {error}", passing=True) from None
         except ValueError as error:
+            raise RequestFailedError(f"not an address that can be asked: {error}", passing=False) from None
+        try:
+            parsed = json.loads(words)
+        except ValueError as error:
             raise RequestFailedError(f"a reply that is not JSON: {error}", passing=True) from None
         if not isinstance(parsed, dict):
             raise RequestFailedError(f"a reply that is not an object: {str(parsed)[:_WORDS]}", passing=False)
         return parsed
+
+
+def _headers(key_variable: str) -> dict[str, str]:
+    """Of every request: with the server's key, where there is one.
+
+    Raises:
+        ConfigError: the key cannot be sent. It is not shown, which the HTTP library's own error would do.
+    """
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(key_variable):
+        if not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"the server's key in {key_variable} holds a line end or another character that cannot be sent; set it "
+                "to the key alone, or name another variable by --api-key-variable"
+            )
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
 
 
 def _refusal(error: urllib.error.HTTPError) -> RequestFailedError:
