@@ -10,7 +10,9 @@ import sys
 import pytest
 from rich.console import Console
 
+from draftline import cli
 from draftline.console import Bar, Output, OutputClosedError, Screen
+from draftline.errors import DataError
 
 LONG = "one message that is longer than the forty columns which this console says it has"
 
@@ -84,6 +86,59 @@ def test_head_ends_a_command_as_it_ends_others(statement: str):
         assert command.stderr is not None
         assert command.stderr.read() == b""
     assert command.returncode == 128 + 13
+
+
+@pytest.mark.parametrize("closed", [("stdout",), ("stderr",), ("stdout", "stderr")], ids=" and ".join)
+@pytest.mark.parametrize(
+    ("words", "code"), [(["train", "nowhere.yaml"], 2), (["prepare"], 2), (["demo"], 130)]
+)
+def test_a_failure_keeps_its_exit_code_when_nobody_reads_how_it_ended(
+    closed: tuple[str, ...], words: list[str], code: int
+):
+    interrupted = """
+import sys
+from draftline import cli, demo
+def run_demo(*_, **__): raise KeyboardInterrupt
+demo.run_demo = run_demo
+cli.main()
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", interrupted, *words, "--json"], **pipes) as command:  # type: ignore[call-overload]
+        for name in closed:
+            getattr(command, name).close()
+        left = [pipe.read() for pipe in (command.stdout, command.stderr) if pipe and not pipe.closed]
+    assert command.returncode == code
+    assert not any(b"Traceback" in text for text in left)
+
+
+def test_a_command_line_that_cannot_be_read_is_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(
+        sys, "argv", ["draftline", "prepare", "rows.jsonl", "store", "--max-lenth=9", "--target=x"]
+    )
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == "draftline: Unknown option: --max-lenth. Did you mean --max-length?\n"
+
+
+def test_control_characters_in_what_a_command_says_act_on_no_terminal(capsys, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        error = DataError("row \x1b[2J: \x9b31m\r")
+        error.add_note("seen by \x1b]0;worker\x07")
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["draftline"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    Screen().say("file \x1b[31m")
+    cli._print({"first_failure": "HTTP 500: \x1b[2J"}, json_output=False)
+    said = capsys.readouterr()
+    assert r"draftline: row \x1b[2J: \x9b31m\x0d" in said.err
+    assert r"  seen by \x1b]0;worker\x07" in said.err
+    assert r"file \x1b[31m" in said.err
+    assert r"HTTP 500: \x1b[2J" in said.out
+    assert set("\x1b\x9b\x07\r").isdisjoint(said.err + said.out)
 
 
 def test_letters_that_a_terminal_lacks_are_escaped_and_end_nothing():

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from draftline import __version__
 from draftline.config import Dtype, TargetConfig
-from draftline.console import Output, OutputClosedError, Screen
+from draftline.console import Output, OutputClosedError, Screen, Status, discard, tell, visible
 from draftline.data.options import (
     LocalOptions,
     PrepareOptions,
@@ -44,7 +44,8 @@ from draftline.settings import parse_plan, parse_run, sentence
 
 app = App(
     name="draftline",
-    error_formatter=lambda error: Text(f"draftline: {sentence(error)}"),  # '[cuda:0]' is no markup
+    error_console=Status(soft_wrap=True),  # as all errors: a sentence is a line
+    error_formatter=lambda error: Text(visible(f"draftline: {sentence(error)}")),  # '[cuda:0]' is no markup
     help="Train DFlash drafters: block-diffusion models that make a language model several times faster.",
     version=__version__,
     suppress_keyboard_interrupt=False,  # `main` says what it means
@@ -71,10 +72,10 @@ def main() -> None:
     except KeyboardInterrupt as error:
         if isinstance(error.__context__, Interrupted):  # a second one: the first had its end
             sys.exit(_report(error.__context__))
-        print(f"draftline: {INTERRUPTED_CAUSE}", file=sys.stderr)
+        tell(f"draftline: {INTERRUPTED_CAUSE}")
         sys.exit(_failed(INTERRUPTED, KeyboardInterrupt.__name__, INTERRUPTED_CAUSE))
     except OutputClosedError:  # whoever read it, `head` for one, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        discard(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:  # noqa: BLE001 - a full disk, no memory, or a bug: its traceback is the report
         from draftline.resilience.ending import explained  # noqa: PLC0415 - a parent process that only waits needs no torch
@@ -82,7 +83,7 @@ def main() -> None:
         known = explained(error)
         if isinstance(known, DraftlineError):
             sys.exit(_report(known))
-        traceback.print_exc()
+        tell(traceback.format_exc())
         sys.exit(_failed(1, type(error).__name__, str(error)))
 
 
@@ -104,18 +105,17 @@ def _arm_faults() -> None:
 def _report(error: DraftlineError) -> int:
     """Print an error for a person; returns its exit code."""
     if isinstance(error, StallError) and error.stacks is not None:
-        print(error.stacks, file=sys.stderr)
-    print(f"draftline: {error}", file=sys.stderr)
+        tell(error.stacks)
     notes = getattr(error, "__notes__", ())
-    for note in notes:
-        print(f"  {note}", file=sys.stderr)
+    tell("\n  ".join((f"draftline: {error}", *notes)))
     return _failed(error.exit_code, type(error).__name__, str(error), notes)
 
 
 def _failed(exit_code: int, error: str, cause: str, notes: Sequence[str] = ()) -> int:
     """With --json a failure is a document on standard output too; returns the exit code."""
     if asks_for_json(sys.argv):  # the command line may be what could not be read
-        _print({"exit_code": exit_code, "error": error, "cause": cause, "notes": notes}, json_output=True)
+        document = {"exit_code": exit_code, "error": error, "cause": cause, "notes": notes}
+        tell(json_document(document), results=True)
     return exit_code
 
 
@@ -328,7 +328,7 @@ def inspect(
     if json_output:
         _print(shown, json_output=True)
     elif html is not None:
-        print(f"{html}: {len(shown['documents'])} of {shown['store_documents']} documents")
+        _write(f"{visible(str(html))}: {len(shown['documents'])} of {shown['store_documents']} documents")
 
 
 @app.command
@@ -411,7 +411,7 @@ def export(
     lines = outcome.pop("serve") if not json_output else {}
     _print(outcome, json_output=json_output)
     for engine, line in lines.items():
-        print(f"\n{engine}\n  {line}")
+        _write(visible(f"\n{engine}\n  {line}"))
 
 
 @app.command
@@ -431,7 +431,7 @@ def replay(folder: Path, *, json_output: JsonFlag = False) -> None:
     from draftline.resilience.replay import replay as compute_again  # noqa: PLC0415
 
     outcome = compute_again(folder)
-    print(json_document(to_json(outcome)) if json_output else "\n".join(describe(outcome)))
+    _write(json_document(to_json(outcome)) if json_output else "\n".join(describe(outcome)))
     if not outcome.is_finite:
         sys.exit(NonFiniteError.exit_code)
 
@@ -494,8 +494,12 @@ def demo(
 
 
 def _print(values: Mapping[str, Any], *, json_output: bool) -> None:
+    _write(json_document(values) if json_output else visible("\n".join(readable(values))))
+
+
+def _write(text: str) -> None:
     try:
-        print(json_document(values) if json_output else "\n".join(readable(values)), flush=True)
+        print(text, flush=True)
     except BrokenPipeError as error:
         raise OutputClosedError from error
 

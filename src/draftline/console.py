@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -70,6 +72,20 @@ class OutputClosedError(BrokenPipeError):
     """Nobody reads standard output any more."""
 
 
+def tell(text: str, *, results: bool = False) -> None:
+    """Say on standard error, or where results go, how a command ends: it ends so also when nobody reads it."""
+    stream = sys.stdout if results else sys.stderr
+    try:
+        print(text if results else visible(text), file=stream, flush=True)
+    except BrokenPipeError:
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Send what a closed stream still holds nowhere: the interpreter flushes it once more, and would fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Output(Console):
     """Standard output for people. When nobody reads it any more the command ends (OutputClosedError)."""
 
@@ -81,8 +97,11 @@ class Output(Console):
         raise OutputClosedError
 
 
-class _Status(Console):
+class Status(Console):
     """Standard error. What it tells is also in files, so a run goes on when nobody reads it any more."""
+
+    def __init__(self, *, quiet: bool = False, soft_wrap: bool = False) -> None:
+        super().__init__(stderr=True, quiet=quiet, highlight=False, soft_wrap=soft_wrap)
 
     def on_broken_pipe(self) -> None:
         """Called while the error is handled; rich itself would end the process with code 1."""
@@ -93,11 +112,11 @@ class Screen:
     """Messages and one progress bar on standard error; standard output stays free for results."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console: Console = _Status(stderr=True, quiet=quiet, highlight=False)
+        self.console: Console = Status(quiet=quiet)
 
     def say(self, text: str) -> None:
         """A line for a person; in a log it stays one line, however long it is."""
-        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
+        self.console.print(visible(text), markup=False, soft_wrap=not self.console.is_terminal)
 
     def progress(self, what: str, total: int | None, done: int = 0) -> Bar:
         """A progress bar, as a context manager; `total` None where the end is not known."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from draftline.config import Frozen
+from draftline.console import tell
 from draftline.errors import ConfigError, FolderInUseError
 from draftline.resilience.fsio import FileSystem, disk_failures_explained, make_folders, replace_bytes
 from draftline.resilience.names import UnsafeNameError, read_regular
@@ -162,7 +162,7 @@ def _require_no_distant_owner(folder: Path, host: str, beat_s: float) -> None:
     owner = read_owner(folder)
     if owner is None or owner.host == host:
         return
-    print(f"{folder} was last used by {owner}; waiting to see whether it is alive", file=sys.stderr)
+    tell(f"{folder} was last used by {owner}; waiting to see whether it is alive")
     seen, give_up = _beats(folder), time.monotonic() + _MISSED_BEATS * beat_s
     while time.monotonic() < give_up:
         time.sleep(beat_s / 4)

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from draftline.console import tell
 from draftline.errors import INTERRUPTED, INTERRUPTED_CAUSE, ConfigError, Interrupted, StallError
 from draftline.resilience.folder import newest_checkpoint
 from draftline.resilience.result import RunResult, write_result
@@ -80,7 +80,7 @@ def run_monitored(
 
 
 def _report(folder: Path | None, argv: Sequence[str], code: int, cause: str) -> int:
-    print(f"draftline: {cause}", file=sys.stderr, flush=True)
+    tell(f"draftline: {cause}")
     if folder is not None and folder.is_dir():
         newest = newest_checkpoint(folder)
         result = RunResult(
@@ -228,5 +228,5 @@ def _beat(descriptor: int, beat_s: float) -> None:
     except BrokenPipeError:
         # Nobody would end this process if it hung, nor pass signals on: save and stop.
         with suppress(OSError):  # the terminal may have gone with the monitor
-            print("draftline: the monitor died; stopping as for SIGTERM", file=sys.stderr, flush=True)
+            tell("draftline: the monitor died; stopping as for SIGTERM")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pydantic import Field
 
 from draftline.config import Frozen
+from draftline.console import tell
 from draftline.resilience.fsio import FileSystem, replace_bytes
 from draftline.resilience.redact import redact, redact_argv
 from draftline.resilience.sealed import canonical
@@ -54,4 +54,4 @@ def write_result(folder: Path, result: RunResult) -> None:
     try:
         replace_bytes(FileSystem(), folder / RESULT, canonical(body))
     except OSError as error:
-        print(f"draftline: {folder / RESULT} could not be written: {error}", file=sys.stderr)
+        tell(f"draftline: {folder / RESULT} could not be written: {error}")
