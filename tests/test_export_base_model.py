@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from draftline.checkpoint.manifest import encode_manifest, read_manifest
 from draftline.cli import app
 from draftline.console import Screen
 from draftline.embedded import embedded_path
@@ -65,7 +64,10 @@ def test_a_path_of_this_machine_gets_into_no_card(run: Path, tmp_path, capsys, m
     assert str(target) not in card(out)
     assert base_model_in(out) is None
     said = capsys.readouterr()
-    assert f"put the line base_model: OWNER/NAME into the front matter of {out}/README.md" in said.err
+    assert (
+        f"give --target OWNER/NAME, or put the line base_model: OWNER/NAME into the front matter of {out}/README.md"
+        in said.err
+    )
     assert str(target) in said.out  # lines that serve it here
     assert "site-packages" not in card(run / "drafter")
     assert str(embedded_path("tiny")) not in card(run / "drafter")
@@ -101,19 +103,29 @@ def test_the_base_model_of_another_drafter_is_not_kept(run: Path, tmp_path):
     assert base_model_in(out) is None
 
 
-def test_a_targets_folder_may_tell_its_hub_name(tmp_path):
-    for name, told in (("hub", NAME), ("local", "/home/me/model"), ("placeholder", "TARGET")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"_name_or_path": told}))
-        found = find_base_model(str(folder), [], tmp_path / "none")
-        assert found == (NAME if name == "hub" else None)
+def test_what_a_targets_folder_was_loaded_from_is_not_taken_for_its_name(run: Path, tmp_path):
+    """A fine-tuned model's config.json names the model before it: a drafter of the one does not fit the other."""
+    target, out = shutil.copytree(embedded_path("tiny"), tmp_path / "fine-tuned"), tmp_path / "out"
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "_name_or_path": NAME}))
+
+    export_here(run, out, f"--target={target}")
+
+    assert base_model_in(out) is None
+    assert NAME not in card(out)
+
+
+def test_a_checkpoint_names_the_target_that_its_run_named(run: Path, tmp_path):
+    source = shutil.copytree(run, tmp_path / "run")
+    name_in_card(source / "drafter")
+    export_here(source / "checkpoints" / "step-000001", tmp_path / "out")
+    assert base_model_in(tmp_path / "out") == NAME
 
 
 def test_a_hub_name_that_is_given_stands_above_the_one_in_a_card(tmp_path):
     (tmp_path / "README.md").write_text(model_card(tiny_spec(), "other/model", "me/it"))
-    assert find_base_model(NAME, [tmp_path], tmp_path) == NAME
-    assert find_base_model(None, [tmp_path], tmp_path) == "other/model"
+    assert find_base_model(NAME, [tmp_path]) == NAME
+    assert find_base_model(None, [tmp_path]) == "other/model"
 
 
 @pytest.mark.parametrize(
@@ -130,27 +142,6 @@ def test_a_hub_name_that_is_given_stands_above_the_one_in_a_card(tmp_path):
 def test_only_a_hub_name_in_a_card_is_a_base_model(front: str, named: str | None, tmp_path):
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n\n# A card\n")
     assert base_model_in(tmp_path) == named
-
-
-def run_on(run: Path, folder: Path, path: str) -> Path:
-    """A checkpoint whose run was started with this target."""
-    source = shutil.copytree(run / "checkpoints" / "step-000001", folder / "checkpoints" / "step-000001")
-    manifest = read_manifest(source)
-    told = manifest.model_copy(update={"config": {**manifest.config, "target": {"path": path}}})
-    (source / "manifest.json").write_bytes(encode_manifest(told))
-    return source
-
-
-def test_a_run_tells_the_hub_name_of_its_target_where_the_hubs_cache_confirms_it(
-    run: Path, tmp_path, monkeypatch
-):
-    source, cached = run_on(run, tmp_path, NAME), {NAME: "/cache/config.json"}
-    monkeypatch.setattr(
-        "draftline.serving.base_model.try_to_load_from_cache", lambda name, _: cached.get(name)
-    )
-    assert find_base_model(None, [], source) == NAME
-    cached.clear()
-    assert find_base_model(None, [], source) is None
 
 
 def test_a_target_is_called_by_its_hub_or_builtin_name_or_by_its_folder(tmp_path):

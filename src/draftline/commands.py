@@ -243,7 +243,7 @@ def _base_model_finder(target: str | None, out: Path, source: Path) -> Callable[
     def find(sha256: str) -> str | None:
         lying = out / MODEL
         same = lying.is_file() and hash_file(lying) == sha256  # another one's target may be another
-        return find_base_model(target, _cards(out, source)[0 if same else 1 :], source)
+        return find_base_model(target, _cards(out, source)[0 if same else 1 :])
 
     return find
 
@@ -284,8 +284,9 @@ def _with_account(
     base_model = base_model_in(out)
     if base_model is None:
         screen.say(
-            "the model card names no base_model: no hub name of the target is known. To name it, put the line "
-            f"base_model: OWNER/NAME into the front matter of {out / CARD}, which later exports of this drafter keep"
+            "the model card names no base_model: no hub name of the target is known. To name it, give --target "
+            f"OWNER/NAME, or put the line base_model: OWNER/NAME into the front matter of {out / CARD}, which later "
+            "exports of this drafter keep"
         )
     figures = "measured" if measured else f"kept from {kept.card}" if kept else "not measured"
     return {**outcome, "sha256": drafter.weights, "base_model": base_model, "figures": figures}

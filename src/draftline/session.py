@@ -308,7 +308,7 @@ class Session:
             if fresh is None and earlier:
                 self._screen.say(account(earlier, drafter, out))
             figures = figures_to_show(fresh, earlier, drafter)
-            base_model = find_base_model(self._job.target.name, [out], out)
+            base_model = find_base_model(self._job.target.name, [out])
             return model_card(spec, base_model, str(out), figures=figures)
 
         return export_drafter(spec, weights, out, card, overwrite=True)  # of this very run, before it went on
