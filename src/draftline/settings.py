@@ -26,6 +26,8 @@ def sentence(error: cyclopts.CycloptsError) -> str:
         return _lacking(error)
     if isinstance(error, cyclopts.RepeatArgumentError):
         return _repeated(error)
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        return _superfluous(error)
     cause = error.__cause__
     return explain(cause) if isinstance(cause, ValidationError) else str(error)
 
@@ -44,7 +46,12 @@ def _lacking(error: cyclopts.MissingArgumentError) -> str:
     if given:
         takes = error.argument.token_count()[0]
         return f"{flag} takes {takes} values and has {len(given)} ({' '.join(given)}); write all of them"
-    return f"{flag} has no value; write {flag} VALUE, or leave it out"
+    return f"{flag} has no value; write {flag} VALUE{'' if error.argument.required else ', or leave it out'}"
+
+
+def _superfluous(error: cyclopts.UnusedCliTokensError) -> str:
+    chain, words = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
+    return f"{words!r} is more than {chain or 'a run'} takes; leave it out, or put a value of several words in quotes"
 
 
 def _repeated(error: cyclopts.RepeatArgumentError) -> str:
