@@ -255,8 +255,9 @@ def test_export_measures_writes_a_card_and_proves_the_folder(run: Path, form: st
         "replayed answers 3/3",
         "decoded with and without the drafter 1/1",
         "replayed with the exported folder 3/3",
-        "the model card names no base_model: no hub name of the target is known. To name it, put the line "
-        f"base_model: OWNER/NAME into the front matter of {out}/README.md, which later exports of this drafter keep",
+        "the model card names no base_model: no hub name of the target is known. To name it, give --target OWNER/NAME, "
+        f"or put the line base_model: OWNER/NAME into the front matter of {out}/README.md, which later exports of this "
+        "drafter keep",
     ]
 
 
