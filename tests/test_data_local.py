@@ -30,7 +30,7 @@ from draftline.data.synthesize import (
 from draftline.data.template import ChatTemplate, TemplateOptions
 from draftline.embedded import embedded_path
 from draftline.embedded import unseen_prompts as embedded_test_prompts
-from draftline.errors import ConfigError, DataError
+from draftline.errors import ConfigError, DataError, ServerError
 from tests.data_server import Chat, serving
 from tests.data_tokenizer import CHATML, ENDED_BY_NEXT, make_tokenizer
 
@@ -251,6 +251,20 @@ def test_a_server_writes_user_turns_from_the_same_bare_header(tmp_path):
     assert report.written == 6
     assert {body["prompt"] for body in chat.bodies} == {"<|im_start|>user\n"}
     assert sorted(body["seed"] for body in chat.bodies) == list(range(100, 108))
+
+
+def test_a_server_that_writes_no_user_turns_ends_with_its_words_and_what_to_do(tmp_path):
+    class OnlyChats(Chat):
+        def answer(self, body: dict[str, Any]) -> Any:
+            return (404, {"detail": "Not Found"}) if "prompt" in body else super().answer(body)
+
+    sampling, template = Sampling(max_new_tokens=32), ChatTemplate(make_tokenizer(CHATML), TemplateOptions())
+    with serving(OnlyChats(lambda _, __: (500, {}))) as url:
+        writer = ServerTurns(Server(ServerOptions(url=url), sampling), template, sampling)
+        with pytest.raises(
+            ServerError, match=r"HTTP 404: .*Not Found.*/completions.* are kept; .*same command again"
+        ):
+            synthesize(writer, tmp_path / "p.jsonl", SynthesizeOptions(count=6, batch_size=4))
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,10 @@ class ServerTurns:
                 lambda: self._server.complete(self._header, seed, self._stop), stop
             )
         except RequestFailedError as failed:
-            raise ServerError(f"the server failed to write a user turn: {failed}") from None
+            raise ServerError(
+                f"the server failed to write a user turn: {failed}. It must offer text completions (/completions). The "
+                "prompts written so far are kept; remove the cause and run the same command again to go on"
+            ) from None
         return seed, _before_end(text, self._end, ended=reason == "stop")
 
 
