@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,13 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftline.config import PlacementConfig
+from draftline.config import DrafterSpec, PlacementConfig
+from draftline.data.rows import RowShape, RowSource
+from draftline.data.synthetic import SyntheticStore
 from draftline.data.tables import BlockTables
+from draftline.data.transfer import DeviceRow
 from draftline.drafter import flash
 from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.flash import context_bounds, flash_attend, sees
-from draftline.drafter.mask import block_mask_dense
-from draftline.errors import ConfigError
+from draftline.drafter.flash_proof import prove_flash
+from draftline.drafter.mask import block_mask_dense, mask_mod
+from draftline.drafter.step import distinct_windows
+from draftline.errors import AttentionFallbackError, ConfigError
 from draftline.flash import flash_packed, kernels, refuse_flash
 from draftline.pipeline.costs import DrafterCost
 from draftline.pipeline.memory import Sizes, drafter_worker
@@ -155,6 +161,59 @@ def test_a_drafter_has_the_outputs_and_gradients_of_dense_attention(
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
 
+def small_row(windows: tuple[Any, ...], lengths: list[int]) -> DeviceRow:
+    shape = RowShape(256, 64, 4, 16, 2.0, windows)
+    store = SyntheticStore(np.array(lengths, dtype=np.int32), 97)
+    return DeviceRow(RowSource(store, shape, seed=0).row(0), torch.device("cpu"))
+
+
+def proven(spec: DrafterSpec, row: DeviceRow) -> float:
+    fixed = row.anchors, row.anchor_valid, row.positions
+    kinds = []
+    for window, causal in distinct_windows(spec):
+        rule: dict[str, Any] = {"block_size": spec.block_size, "window": window, "causal": causal}
+        seen = mask_mod(row.anchors, row.anchor_valid, row.document_ids, row.positions, **rule)
+        kinds.append((context_bounds(*fixed, **rule), seen))
+    return prove_flash(spec, row, kinds, torch.float32)
+
+
+@pytest.mark.parametrize("layers", [{}, {"layer_types": MIXED, "sliding_window": 6}])
+def test_right_kernels_are_proven_before_a_run_uses_them(layers: dict[str, Any], dense_kernels: DenseKernels):
+    spec = tiny_spec(**layers)
+    kinds = distinct_windows(spec)
+    assert proven(spec, small_row(kinds, [60, 50, 90, 40])) < 1e-5
+    assert dense_kernels.calls == ["forward", "backward"] * len(kinds)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [("out", "outputs"), ("dq", "dq"), ("dk", "dk"), ("dv", "dv")])
+def test_kernels_that_compute_something_else_end_the_start(
+    wrong: str, words: str, dense_kernels: DenseKernels, monkeypatch: pytest.MonkeyPatch
+):
+    entry = "_flash_attn_fwd" if wrong == "out" else "_flash_attn_bwd"
+    right = getattr(dense_kernels, entry)
+
+    def broken(*tensors: Tensor, **rest: Any) -> None:
+        right(*tensors, **rest)
+        rest[wrong].mul_(1.05)
+
+    monkeypatch.setattr(dense_kernels, entry, broken)
+    spec = tiny_spec()
+    row = small_row(distinct_windows(spec), [60, 50, 90, 40])
+    with pytest.raises(
+        AttentionFallbackError,
+        match=rf"wrong for heads of 16 on cpu: its {words} are 0\.05.*attention: flex",
+    ):
+        proven(spec, row)
+
+
+@pytest.mark.usefixtures("dense_kernels")
+def test_a_row_without_a_block_proves_nothing_and_ends_nothing():
+    spec = tiny_spec()
+    row = small_row(distinct_windows(spec), [60, 50, 90, 40])
+    row.anchor_valid.zero_()
+    assert proven(spec, row) == 0
+
+
 def test_a_compiler_that_traces_the_operators_gets_the_shapes_of_their_results():
     with FakeTensorMode():
         q, k = (torch.empty(n, h, 8, dtype=torch.bfloat16, requires_grad=True) for n, h in ((32, 4), (96, 2)))
@@ -190,17 +249,17 @@ def test_a_packed_target_attends_by_the_windows_and_documents_that_it_is_given(
     ("change", "target_head_dim", "dtype", "words"),
     [
         ({}, 64, torch.float32, "drafter_dtype is float32; leave drafter_dtype out"),
-        ({"head_dim": 136}, 64, torch.bfloat16, r"up to 128 as the drafter's \(drafter.head_dim\) head size"),
-        ({"head_dim": 20}, 64, torch.bfloat16, "multiples of 8 .* which is 20"),
-        ({}, 512, torch.bfloat16, "up to 256 as the target's head size, which is 512"),
+        ({"head_dim": 80}, 64, torch.bfloat16, "heads of 64 or 128, and this one's are of 80; set drafter.head_dim"),
+        ({}, 512, torch.bfloat16, "multiples of 8 up to 256, and this one's are of 512;"),
+        ({}, 100, torch.bfloat16, "multiples of 8 up to 256, and this one's are of 100;"),
     ],
 )  # fmt: skip
 def test_what_the_kernels_cannot_compute_is_refused_with_the_way_out(
     change: dict[str, Any], target_head_dim: int, dtype: torch.dtype, words: str
 ):
-    with pytest.raises(ConfigError, match=f"{words}.* or use placement.attention: flex"):
-        refuse_flash(tiny_spec(**change), target_head_dim, dtype, ())
-    refuse_flash(tiny_spec(), 256, torch.bfloat16, ())
+    with pytest.raises(ConfigError, match=f"{words}.*use placement.attention: flex"):
+        refuse_flash(tiny_spec(**{"head_dim": 64, **change}), target_head_dim, dtype, ())
+    refuse_flash(tiny_spec(head_dim=64), 256, torch.bfloat16, ())
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
@@ -212,9 +271,9 @@ def test_a_gpu_that_is_not_a_hopper_is_refused_by_its_capability(
     with pytest.raises(
         ConfigError, match=rf"cuda:0 has compute capability {capability[0]}\.0, .* use such a GPU"
     ):
-        refuse_flash(tiny_spec(), 64, torch.bfloat16, [CUDA])
+        refuse_flash(tiny_spec(head_dim=64), 64, torch.bfloat16, [CUDA])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    refuse_flash(tiny_spec(), 64, torch.bfloat16, [CUDA])
+    refuse_flash(tiny_spec(head_dim=64), 64, torch.bfloat16, [CUDA])
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):

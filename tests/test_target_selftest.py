@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from draftline.errors import ConfigError
 from draftline.target.forward import decoder_layers, share_weights
+from draftline.target.rounding import TOLERANCE, rounding_limit
 from draftline.target.selftest import choose_form
 from tests.target_families import BATCHED, GATED_DELTA, PACKED, SHAPE, model
 
@@ -151,3 +158,36 @@ def test_a_weight_that_is_not_finite_is_named():
         ConfigError, match=r"not finite from tap 3 on .*model\.layers\.2\.mlp\.up_proj\.weight"
     ):
         choose_form(broken, (3, 1, 4))
+
+
+def deep_target(dtype: torch.dtype) -> PreTrainedModel:
+    """62 random layers that let a difference grow, as wide ones do."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=62, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.35,
+    )  # fmt: skip
+    return cast("Any", Qwen3ForCausalLM(config)).to(dtype).eval().requires_grad_(requires_grad=False)
+
+
+def test_a_deep_target_may_be_as_far_off_as_its_own_rounding_takes_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TOLERANCE, torch.bfloat16, 5e-3)  # what is usual, less than these few channels make of it
+    target, taps = deep_target(torch.bfloat16), (1, 30, 58)
+    choice = choose_form(target, taps)
+    assert choice.form == "packed"
+    assert float(choice.reason.split()[-1]) > TOLERANCE[torch.bfloat16]
+    with pytest.raises(ConfigError, match="does not give a document the same taps"):
+        choose_form(with_a_last_word(target, sees_the_whole_batch), taps)
+
+
+def test_what_rounding_does_is_asked_of_the_target_only_if_it_matters(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("draftline.target.rounding.taps_alone", lambda *_: pytest.fail("the target ran"))
+    assert rounding_limit(model("qwen3"), TAPS, [torch.arange(5)], 1e-5) == TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [(torch.float32, 1e-4, 1e-4), (torch.bfloat16, 0.05, 0.5)]
+)
+def test_the_limit_follows_the_type_that_rounds(dtype: torch.dtype, least: float, most: float):
+    documents = [torch.arange(40)]
+    assert least <= rounding_limit(deep_target(dtype), (1, 30, 58), documents, found=1.0) <= most

@@ -118,7 +118,7 @@ def test_what_tiles_leave_out_is_masked_for_all_their_queries(row: Layout, kind:
     num_context = len(row.positions)
     seen = torch.zeros_like(whole)
     for tile in query_tiles(row.anchors, row.anchor_valid, row.positions, row.block_size):
-        part = tile_mask(mask_mod(*row.inputs, **rule), tile, num_context)
+        part = tile_mask(mask_mod(*row.inputs, **rule), tile, num_context, torch.device("cpu"))
         width = tile.context.stop - tile.context.start
         seen[tile.queries, tile.context] = part[:, :width]
         own = slice(num_context + tile.queries.start, num_context + tile.queries.stop)

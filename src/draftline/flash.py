@@ -18,11 +18,11 @@ from draftline.errors import ConfigError
 
 HOPPER = 9
 """Major compute capability of the GPUs it was measured on; its block-sparse kernels differ on others."""
-MULTIPLE = 8
-"""Head sizes are multiples of it."""
-WIDEST_DRAFTER = 128
-"""Largest head size whose kernels take the tiles of our tables."""
+DRAFTER_HEADS = (64, 128)
+"""Head sizes of a drafter whose results are right: some others give wrong gradients, see flash_proof.py."""
+TARGET_MULTIPLE = 8
 WIDEST_TARGET = 256
+"""Head sizes of a target are multiples up to this; each target is tested on itself at start."""
 OR_FLEX = "or use placement.attention: flex"
 
 
@@ -58,15 +58,16 @@ def refuse_flash(
             "placement.attention=flash computes in bfloat16, but placement.drafter_dtype is float32; leave "
             f"drafter_dtype out, {OR_FLEX}"
         )
-    for whose, size, widest in (
-        ("the drafter's (drafter.head_dim)", spec.head_dim, WIDEST_DRAFTER),
-        ("the target's", target_head_dim, WIDEST_TARGET),
-    ):
-        if size % MULTIPLE or size > widest:
-            raise ConfigError(
-                f"placement.attention=flash takes multiples of {MULTIPLE} up to {widest} as {whose} head size, "
-                f"which is {size}; change it, {OR_FLEX}"
-            )
+    if spec.head_dim not in DRAFTER_HEADS:
+        raise ConfigError(
+            f"placement.attention=flash is for drafters with heads of {' or '.join(map(str, DRAFTER_HEADS))}, and this "
+            f"one's are of {spec.head_dim}; set drafter.head_dim, {OR_FLEX}"
+        )
+    if target_head_dim % TARGET_MULTIPLE or target_head_dim > WIDEST_TARGET:
+        raise ConfigError(
+            f"placement.attention=flash takes targets whose heads are multiples of {TARGET_MULTIPLE} up to "
+            f"{WIDEST_TARGET}, and this one's are of {target_head_dim}; use placement.attention: flex"
+        )
     for device in dict.fromkeys(devices):
         capability = torch.cuda.get_device_capability(device)
         if capability[0] != HOPPER:

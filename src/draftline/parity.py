@@ -30,8 +30,7 @@ from draftline.errors import ConfigError
 from draftline.pipeline.job import Job
 from draftline.target.forward import TappedForward, share_weights
 from draftline.target.load import Target
-from draftline.target.selftest import TOLERANCE as TAPS_TOLERANCE
-from draftline.target.selftest import distance
+from draftline.target.rounding import distance, rounding_limit
 
 TOLERANCE = 1e-5
 """Largest difference of fp32 logits, relative to the largest logit."""
@@ -100,16 +99,18 @@ def prove_taps(target: Target, target_layer_ids: tuple[int, ...], row: Row, taps
     """
     apart = replace(target, model=share_weights(target.model))  # its hooks must not meet anyone's
     found = 0.0
-    for start, stop in list(pairwise(row.starts))[:NUM_DOCUMENTS]:
+    bounds = list(pairwise(row.starts))[:NUM_DOCUMENTS]
+    for start, stop in bounds:
         with torch.inference_mode():
             document = row.input_ids[start:stop].to(target.device)
             decoded = CachedTarget(apart, target_layer_ids).feed(document, num_logits=1).taps
             found = max(found, float(distance(taps[start:stop], decoded, len(target_layer_ids))))
-    allowed = TAPS_TOLERANCE[taps.dtype]
+    documents = [row.input_ids[slice(*each)] for each in bounds]
+    allowed = rounding_limit(target.model, target_layer_ids, documents, found)
     if not found <= allowed:
         raise ConfigError(
             f"the taps that training reads of {target.name} are not those that decoding gives: they are {found:.2g} "
-            f"apart (at most {allowed:.0e}). This is a defect for this kind of target: please report it with the "
+            f"apart (at most {allowed:.2g}). This is a defect for this kind of target: please report it with the "
             "target's config.json"
         )
     return found

@@ -29,7 +29,7 @@ from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
 from draftline.target.forward import decoder_layers
 from draftline.target.load import Target, text_config
-from draftline.target.selftest import TOLERANCE
+from draftline.target.rounding import rounding_limit
 
 T = TypeVar("T")
 NUM_WARM = 3
@@ -156,11 +156,12 @@ class FixedTarget:
                 worst = max(worst, float((mine - other).abs().max() / other.abs().max()))
             self.take_back(rejected)
             plain.take_back(rejected)
-        allowed = TOLERANCE.get(target.embedding.dtype, TOLERANCE[torch.float32])
+        last = len(decoder_layers(target.model)[2]) - 1
+        allowed = rounding_limit(target.model, (last,), [text], worst)
         if not worst <= allowed:
             raise ConfigError(
                 f"{target.name} gives other logits with a fixed cache than with a growing one: {worst:.2g} of the "
-                f"largest (at most {allowed:.0e}); measure it with growing caches"
+                f"largest (at most {allowed:.2g}); measure it with growing caches"
             )
 
 

@@ -19,6 +19,7 @@ from draftline.data.transfer import DeviceRow
 from draftline.drafter.attention import Attend, flex_attend, kernel_options
 from draftline.drafter.blocks import block_positions, block_token_ids
 from draftline.drafter.flash import Bounds, context_bounds, flash_attend
+from draftline.drafter.flash_proof import prove_flash
 from draftline.drafter.loss import cross_entropy_chunk, frozen_head_loss
 from draftline.drafter.mask import MaskMod, mask_mod
 from draftline.drafter.model import Drafter
@@ -147,6 +148,11 @@ class DrafterStep:
             window=window,
             causal=causal,
         )
+
+    def prove_flash(self) -> float:
+        """How far FlashAttention 4 is from dense attention on the loaded row; see `flash_proof.prove_flash`."""
+        kinds = [(self._bounds(*kind), self._rule(*kind)) for kind in distinct_windows(self.spec)]
+        return prove_flash(self.spec, self.row, kinds, self.dtype)
 
     def run(self) -> tuple[Tensor, ...]:
         """Add the loaded row's sums to `stats`; returns its gradients, in the order of `parameters`."""

@@ -52,11 +52,12 @@ def query_tiles(anchors: Tensor, anchor_valid: Tensor, positions: Tensor, block_
     return tiles
 
 
-def tile_mask(rule: MaskMod, tile: Tile, num_context: int) -> Tensor:
+def tile_mask(rule: MaskMod, tile: Tile, num_context: int, device: torch.device) -> Tensor:
     """`rule` on a tile's queries and keys: bool [queries, context + queries]."""
-    query = torch.arange(tile.queries.start, tile.queries.stop)
-    key = torch.cat([torch.arange(tile.context.start, tile.context.stop), num_context + query])
-    zero = torch.zeros((), dtype=torch.int64)
+    query = torch.arange(tile.queries.start, tile.queries.stop, device=device)
+    context = torch.arange(tile.context.start, tile.context.stop, device=device)
+    key = torch.cat([context, num_context + query])
+    zero = torch.zeros((), dtype=torch.int64, device=device)
     return rule(zero, zero, query[:, None], key[None])
 
 
@@ -65,23 +66,36 @@ def tiled_attend(tiles: Sequence[Tile], rules: Sequence[MaskMod], num_context: i
 
     Queries outside all tiles belong to invalid blocks and give zeros.
     """
-    masks = {id(rule): [tile_mask(rule, tile, num_context) for tile in tiles] for rule in rules}
+    cpu = torch.device("cpu")
+    masks = {id(rule): [tile_mask(rule, tile, num_context, cpu) for tile in tiles] for rule in rules}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pieces = [
-            scaled_dot_product_attention(
-                q[None, :, tile.queries],
-                _visible(k, tile, num_context)[None],
-                _visible(v, tile, num_context)[None],
-                attn_mask=mask,
-                enable_gqa=True,
-            )[0]
+            attend_tile(q, k, v, tile, mask)
             for tile, mask in zip(tiles, masks[id(rules[layer])], strict=True)
         ]
         done = tiles[-1].queries.stop if tiles else 0
         return torch.cat([*pieces, torch.zeros_like(q[:, done:])], dim=1)
 
     return attend
+
+
+def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, mask: Tensor) -> Tensor:
+    """Attention of one tile's queries, [H, queries, hd].
+
+    Args:
+        q: [H, Q, hd].
+        k, v: [KV, S + Q, hd].
+        mask: its `tile_mask`.
+    """
+    num_context = k.shape[1] - q.shape[1]
+    return scaled_dot_product_attention(
+        q[None, :, tile.queries],
+        _visible(k, tile, num_context)[None],
+        _visible(v, tile, num_context)[None],
+        attn_mask=mask,
+        enable_gqa=True,
+    )[0]
 
 
 def _visible(x: Tensor, tile: Tile, num_context: int) -> Tensor:

@@ -186,6 +186,12 @@ def _never(_: object) -> None:
 
 
 def _prove(job: Job, step: DrafterStep, place: Place, name: str) -> tuple[str, ...]:
+    values: tuple[str, ...] = ()
+    if step.backend == "flash":
+        distance = step.prove_flash()
+        values = (
+            f"{name}: FlashAttention 4 within {distance:.1e} of dense float32 attention, gradients too",
+        )
     with functorch_config.patch(RECOMPUTE):
         for _ in range(NUM_WARM_STEPS):
             step.run()
@@ -193,6 +199,7 @@ def _prove(job: Job, step: DrafterStep, place: Place, name: str) -> tuple[str, .
     kernels = dict.fromkeys(ATTENTION_KERNELS, 0) | dict.fromkeys(KERNELS_OF[step.backend], layers)
     proof = prove(step.run, expect=Expectation(counts=kernels), device=place.device)
     return (
+        *values,
         f"{name}: proved {layers} + {layers} block-sparse attention kernels, 0 dense calls, 0 compilations",
         f"{name}: peak memory {(proof.peak_memory_bytes or 0) / 2**30:.1f} GiB",
     )

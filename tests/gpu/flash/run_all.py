@@ -40,7 +40,7 @@ DEVICE = torch.device("cuda", 0)
 TOKENS, BLOCKS, BLOCK = 2048, 256, 16
 CLOSE = 5e-3
 """Relative distance of bf16 results from float32 ones."""
-HEADS = ((64, 9, 3), (128, 8, 2), (128, 4, 4), (80, 4, 2))
+HEADS = ((64, 9, 3), (128, 8, 2), (128, 4, 4))
 """Head size, query heads, key/value heads."""
 
 
