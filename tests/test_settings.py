@@ -145,6 +145,11 @@ def test_a_flag_without_its_value_or_given_twice_is_shown_as_it_was_written(flag
             "evaluate needs --target; draftline evaluate --help shows how it is written",
         ),
         (["evaluate"], "evaluate needs DRAFTER; draftline evaluate --help"),
+        (
+            ["prepare", "a", "b", "--target=x", "--template-variables={bad"],
+            "--template-variables='{bad' is not valid JSON: Expecting property name enclosed in double quotes: line 1 "
+            'column 2 (char 1); write an object such as \'{"name": "value"}\'\n',
+        ),
         (["evaluate", "run", "p", "--target"], "--target has no value; write --target VALUE\n"),
         (
             ["generate", "run", "Why", "is", "the", "sky", "blue?", "--target=x"],
@@ -152,7 +157,7 @@ def test_a_flag_without_its_value_or_given_twice_is_shown_as_it_was_written(flag
         ),
     ],
 )
-def test_every_command_says_what_a_flag_lacks(
+def test_every_command_says_what_is_wrong_with_its_words(
     words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,8 +29,16 @@ def sentence(error: cyclopts.CycloptsError) -> str:
         return _repeated(error)
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return _superfluous(error)
+    if isinstance(error, cyclopts.CoercionError) and isinstance(error.__cause__, json.JSONDecodeError):
+        return _not_json(error, error.__cause__)
     cause = error.__cause__
     return explain(cause) if isinstance(cause, ValidationError) else str(error)
+
+
+def _not_json(error: cyclopts.CoercionError, cause: json.JSONDecodeError) -> str:
+    assert error.token is not None  # what could not be read
+    flag, example = error.token.keyword, """'{"name": "value"}'"""
+    return f"{flag}={error.token.value!r} is not valid JSON: {cause}; write an object such as {example}"
 
 
 def _lacking(error: cyclopts.MissingArgumentError) -> str:
