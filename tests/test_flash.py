@@ -6,6 +6,7 @@ The kernels themselves exist on Hopper GPUs only and are checked in tests/gpu/fl
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from draftline.flash import flash_packed, kernels, refuse_flash
 from draftline.pipeline.costs import DrafterCost
 from draftline.pipeline.memory import Sizes, drafter_worker
 from draftline.pipeline.plan import make_plan, plan_for_gpus
+from draftline.quiet import hold_back
 from draftline.target.attention import choose_kernel
 from tests.oracles.tiny import MIXED, TinyRow, packed_row, random_drafter, row_hidden, row_masks, tiny_spec
 
@@ -310,3 +312,12 @@ def test_the_sums_that_its_backward_keeps_are_counted():
     )
     queries = 32 * spec.block_size
     assert ours.total - flex.total == 4 * (queries * 4 * 16 + 2 * (256 + queries) * 2 * 16)
+
+
+def test_the_command_holds_back_what_the_package_says_of_its_own_argument():
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        hold_back()
+        warnings.warn("Argument aux_data (position 17) cannot be converted to a JitArgument", stacklevel=1)
+        warnings.warn("Argument other (position 17) cannot be converted to a JitArgument", stacklevel=1)
+    assert ["other" in str(each.message) for each in heard] == [True]

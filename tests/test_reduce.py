@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from draftline.compiling.graphs import LaunchedStep
 from draftline.config import OptimConfig
 from draftline.errors import StallError
 from draftline.optim import FlatParameters, ShardedAdamW
-from draftline.pipeline.reduce import Meeting, Member, Reducer, StepOutcome
+from draftline.pipeline.reduce import Meeting, Member, Reducer, StepOutcome, sum_in_order
 from draftline.pipeline.supervise import Abort, AbortedError, Supervisor
 
 CPU = torch.device("cpu")
@@ -166,3 +167,24 @@ def test_an_abort_ends_a_meeting_within_a_second():
     with pytest.raises(AbortedError):
         meeting.meet(CPU, "the update")
     assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (20,)])
+def test_gradients_of_other_devices_are_added_in_pieces(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("draftline.optim.PIECE", 8)
+    carried: list[int] = []
+    to = torch.Tensor.to
+
+    def spy(tensor: torch.Tensor, *given: Any, **rest: Any) -> torch.Tensor:
+        carried.append(tensor.numel())
+        return to(tensor, *given, **rest)
+
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    out = torch.empty(shape)
+    monkeypatch.setattr(torch.Tensor, "to", spy)
+    sum_in_order(out, parts)
+    assert torch.equal(out, parts[0] + parts[1] + parts[2])
+    assert max(carried) <= 8
+    assert sum(carried) == 2 * out.numel()

@@ -171,7 +171,9 @@ def deep_target(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def test_a_deep_target_may_be_as_far_off_as_its_own_rounding_takes_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(TOLERANCE, torch.bfloat16, 5e-3)  # what is usual, less than these few channels make of it
+    monkeypatch.setitem(
+        TOLERANCE, torch.bfloat16, 5e-3
+    )  # what is usual, less than these few channels make of it
     target, taps = deep_target(torch.bfloat16), (1, 30, 58)
     choice = choose_form(target, taps)
     assert choice.form == "packed"

@@ -22,8 +22,8 @@ ALIGNMENT = 128
 HALF = 0x8000
 """Half a unit in the last place of bfloat16, in the bits of a float32."""
 PIECE = 2**26
-"""Elements whose masters are taken apart or put together at one time: all of them would take the memory that halves
-save, and more."""
+"""Elements whose masters are taken apart or put together, or whose gradients come from another device, at one time:
+all of them would take the memory that halves save, and more."""
 EPSILON = 1e-8
 """Of AdamW's denominator."""
 
@@ -216,7 +216,7 @@ class ShardedAdamW:
         self.rest: Tensor | None = None
         if parameters.weights.dtype == torch.bfloat16:
             self.rest = torch.empty(len(self.weights), dtype=torch.int16, device=device)
-            for piece in _pieces(len(self.weights)):
+            for piece in pieces(len(self.weights)):
                 start, stop = self.slice.start + piece.start, self.slice.start + piece.stop
                 self.rest[piece].copy_(split(parameters.initial_masters(slice(start, stop)))[1])
         self.exp_avg, self.exp_avg_sq = torch.zeros(2, len(self.weights), device=device).unbind()
@@ -299,15 +299,15 @@ class ShardedAdamW:
     def _master_on_host(self) -> Tensor:
         if self.rest is None:
             return self.weights.to("cpu", copy=True)
-        pieces = _pieces(len(self.weights))
-        return torch.cat([join(self.weights[piece], self.rest[piece]).cpu() for piece in pieces])
+        parts = pieces(len(self.weights))
+        return torch.cat([join(self.weights[part], self.rest[part]).cpu() for part in parts])
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Write a saved state to the existing addresses, so that captured graphs stay valid."""
         self.exp_avg.copy_(state["exp_avg"])
         self.exp_avg_sq.copy_(state["exp_avg_sq"])
         self.num_steps.copy_(state["step"])
-        for piece in _pieces(len(self.weights)):
+        for piece in pieces(len(self.weights)):
             master = state["master"][piece]
             if self.rest is None:
                 self.weights[piece].copy_(master)
@@ -317,5 +317,6 @@ class ShardedAdamW:
             self.rest[piece].copy_(lower)
 
 
-def _pieces(size: int) -> Iterator[slice]:
+def pieces(size: int) -> Iterator[slice]:
+    """Slices of at most `PIECE` elements that cover `size`."""
     return (slice(start, min(start + PIECE, size)) for start in range(0, size, PIECE))

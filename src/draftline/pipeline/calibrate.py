@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from draftline.compiling import gate
+from draftline.compiling.proof import prepare_profiler
 from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig, TargetConfig
 from draftline.data.document import DocumentStore
 from draftline.data.rows import RowShape, RowSource
@@ -110,6 +111,8 @@ def calibrate(job: Job, *, apart: bool = False) -> Calibration:
         StallError: it took longer than the start-up may.
         torch.OutOfMemoryError: they do not fit on the device.
     """
+    if job.plan.backend != "sdpa":
+        prepare_profiler()  # its first start belongs to the calling thread
     pool = ThreadPoolExecutor(1, thread_name_prefix="calibration")
     try:
         return pool.submit(_calibrate, job, apart).result(job.deadlines.startup_timeout_s)

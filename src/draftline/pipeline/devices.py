@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,17 @@ class Place:
             self.stream.synchronize()
 
 
+def copy_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """A copy of a frozen model whose tensors are made on `device`: a copy first made beside the original would need
+    a second target's memory there."""
+    moved: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        there = tensor.detach().to(device, copy=True)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        moved[id(tensor)] = nn.Parameter(there, requires_grad=False) if is_parameter else there
+    return copy.deepcopy(model, moved)
+
+
 class Replicas:
     """What workers of a process share: the target on any device of the run, and the drafter's first weights."""
 
@@ -73,8 +85,7 @@ class Replicas:
         """The whole target on `device`; workers there share its weights."""
         with self._lock:
             if device not in self._models:
-                self._models[device] = copy.deepcopy(self._target.model)
-                nn.Module.to(self._models[device], device)
+                self._models[device] = copy_to(self._target.model, device)
                 self._settle(device)
             return self._models[device]
 

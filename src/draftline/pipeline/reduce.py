@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftline.compiling.graphs import Step
 from draftline.events import DeviceEvent
-from draftline.optim import FlatParameters, ShardedAdamW
+from draftline.optim import FlatParameters, ShardedAdamW, pieces
 from draftline.pipeline.supervise import Abort
 
 
@@ -99,14 +99,14 @@ class Reducer:
         members = [member for member in self._members if member is not None]
         own = members[index]
         self._meeting.meet(own.device, "the end of the rows")
-        _sum_in_order(own.optimizer.gradient, [m.parameters.gradients[own.optimizer.slice] for m in members])
+        sum_in_order(own.optimizer.gradient, [m.parameters.gradients[own.optimizer.slice] for m in members])
         stats = torch.empty_like(own.stats)
-        _sum_in_order(stats, [m.stats for m in members])
+        sum_in_order(stats, [m.stats for m in members])
         marks = torch.empty_like(own.marks)
-        _sum_in_order(marks, [m.marks for m in members])
+        sum_in_order(marks, [m.marks for m in members])
         own.square_sum.copy_(own.optimizer.square_sum())
         self._meeting.meet(own.device, "the gradient norm")
-        _sum_in_order(own.optimizer.total_square_sum, [m.square_sum for m in members])
+        sum_in_order(own.optimizer.total_square_sum, [m.square_sum for m in members])
         own.optimizer.total_weight.copy_(stats[1])
         norm = own.update.replay().clone()  # a graph's output holds until its next replay
         own.stats.zero_()
@@ -119,9 +119,11 @@ class Reducer:
         return StepOutcome(stats=stats, norm=norm, marks=marks)
 
 
-def _sum_in_order(out: Tensor, parts: list[Tensor]) -> None:
+def sum_in_order(out: Tensor, parts: list[Tensor]) -> None:
     """out = parts[0] + parts[1] + ..., always in that order, whatever device a part is on."""
     if out.data_ptr() != parts[0].data_ptr():
         out.copy_(parts[0], non_blocking=True)
+    flat = out.view(-1)
     for part in parts[1:]:
-        out.add_(part.to(out.device, non_blocking=True))
+        for piece in pieces(len(flat)):
+            flat[piece].add_(part.view(-1)[piece].to(out.device, non_blocking=True))
