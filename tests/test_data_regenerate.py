@@ -113,6 +113,24 @@ def test_a_lasting_failure_costs_its_row_only_and_is_not_tried_again(tmp_path):
     assert chat.seen["question 3"] == 1
 
 
+def test_a_run_that_gets_no_answer_at_all_is_a_failure_however_short_it_is(tmp_path):
+    refusing = Chat(lambda _body, _times: (400, {"error": {"message": "unknown chat template"}}))
+    source = prompts(tmp_path / "p.jsonl", 3)
+    with (
+        serving(refusing) as url,
+        pytest.raises(
+            ServerError,
+            match=r"none of 3 rows got an answer, the first was .*p\.jsonl:\d: .*unknown chat template",
+        ),
+    ):
+        run(url, source, tmp_path / "out.jsonl")
+    with serving(Chat(echo)) as url:
+        run(url, source, tmp_path / "out.jsonl")
+    more = prompts(tmp_path / "p.jsonl", 4)
+    with serving(refusing) as url:
+        assert run(url, more, tmp_path / "out.jsonl").failed == 1, "earlier answers are worth going on with"
+
+
 def test_failures_in_a_row_end_the_run_with_the_servers_words_and_keep_what_was_written(tmp_path):
     def break_down(body: dict[str, Any], times: int) -> Reply:
         number = int(body["messages"][-1]["content"].split()[1])

@@ -73,7 +73,7 @@ def regenerate(
     Rows that `out` already holds are kept and not asked for again, so a run that was stopped in any way goes on.
 
     Raises:
-        ServerError: `give_up_after` failures in a row, with the server's last words.
+        ServerError: `give_up_after` failures in a row, with the server's last words; or no row of `out` at the end.
         ConfigError: `out` was made with other settings (they are named), or the tools' file cannot be read.
         DataError: a malformed row, by file and line.
         FolderInUseError: another process writes `out`.
@@ -101,6 +101,11 @@ def regenerate(
                 report.truncated += outcome.answers[-1].finish_reason == "length"
             if progress is not None:
                 progress(report)
+    if report.failed and not report.written + report.already_there:
+        raise ServerError(
+            f"none of {report.failed} rows got an answer, the first was {report.first_failure}; remove the cause and "
+            "run the same command again"
+        )
     return report
 
 
