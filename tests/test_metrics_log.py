@@ -89,3 +89,34 @@ def test_it_knows_which_steps_have_been_evaluated(tmp_path: Path):
     log.write(Progress(step=9), {"eval/step": 8, "eval/tau": 2.1})
     log.close()
     assert MetricsLog(tmp_path, 8, say=print).evaluated == {4}
+
+
+def test_a_file_that_was_cut_is_told_once_and_goes_on(tmp_path: Path):
+    said = list[str]()
+    log = MetricsLog(tmp_path, say=said.append)
+    for step in (1, 2):
+        log.write(Progress(step=step), {"train/loss": 1.0})
+    size = (tmp_path / METRICS).stat().st_size
+    (tmp_path / METRICS).write_bytes(b"")
+    for step in (3, 4):
+        log.write(Progress(step=step), {"train/loss": 1.0})
+    log.close()
+    assert steps_in(tmp_path) == [3, 4]
+    (words,) = said
+    assert f"was cut under the run: {size} bytes of its lines are lost" in words
+
+
+def test_a_folder_in_the_files_place_is_told_once_and_costs_no_line_when_it_goes(tmp_path: Path):
+    said = list[str]()
+    log = MetricsLog(tmp_path, say=said.append)
+    log.write(Progress(step=1), {"train/loss": 1.0})
+    remove(tmp_path / METRICS)
+    (tmp_path / METRICS).mkdir()
+    for step in (2, 3):
+        log.write(Progress(step=step), {"train/loss": 1.0})
+    (tmp_path / METRICS).rmdir()
+    log.write(Progress(step=4), {"train/loss": 1.0})
+    log.close()
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    assert ["is a folder now" in words for words in said] == [True, False]
+    assert "written again" in said[1]

@@ -101,22 +101,44 @@ class MetricsLog:
         text = "".join(json.dumps(line) + "\n" for line in kept)
         replace_bytes(FileSystem(), folder / METRICS, text.encode())
         self._file = self._open()
+        self._size = _size(self._file)
+        self._is_barred = False
 
     def write(self, progress: Progress, metrics: dict[str, float]) -> None:
         """One line: where the run is, and the figures."""
-        self._put_back()
+        self._look_after()
         self._file.write(json.dumps(progress.fields() | metrics) + "\n")
         self._file.flush()
+        self._size = _size(self._file)
+
+    def _look_after(self) -> None:
+        """Notice what somebody did to the file. A folder that is gone is the checkpoints' to report."""
+        if not self._path.parent.is_dir():
+            return
+        if not _is_at(self._path, self._file):
+            self._put_back()
+        elif _size(self._file) < self._size:
+            lost = self._size - _size(self._file)
+            self._say(
+                f"{self._path} was cut under the run: {lost} bytes of its lines are lost, and it goes on from here"
+            )
 
     def _put_back(self) -> None:
-        """Write every line again if somebody removed, moved or replaced the file: into the open one, nobody would
-        see them. A folder that is gone is the checkpoints' to report."""
-        if not self._path.parent.is_dir() or _is_at(self._path, self._file):
-            return
+        """Write every line again if the file was removed, moved or replaced: in the open one, nobody would see them."""
         self._file.seek(0)
-        replace_bytes(FileSystem(), self._path, self._file.read().encode())
+        try:
+            replace_bytes(FileSystem(), self._path, self._file.read().encode())
+        except IsADirectoryError:
+            if not self._is_barred:
+                self._say(
+                    f"{self._path} is a folder now, so that the run's metrics cannot be written there; remove it, and "
+                    "all lines are written again"
+                )
+            self._is_barred = True
+            return
         self._file.close()
         self._file = self._open()
+        self._is_barred = False
         self._say(f"{self._path} was removed or replaced under the run; all its lines are written again")
 
     def _open(self) -> TextIO:
@@ -126,6 +148,10 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _size(file: TextIO) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 def _is_at(path: Path, file: TextIO) -> bool:
