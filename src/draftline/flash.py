@@ -27,7 +27,7 @@ OR_FLEX = "or use placement.attention: flex"
 
 
 def kernels() -> Any:
-    """The package's module of kernels.
+    """The package's module of kernels; its entries `_flash_attn_fwd` and `_flash_attn_bwd` are those PyTorch calls too.
 
     Raises:
         ConfigError: it cannot be imported.
