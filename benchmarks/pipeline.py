@@ -33,7 +33,7 @@ from draftline.pipeline.engine import Engine, Finished, TargetFinished
 from draftline.pipeline.job import Job
 from draftline.pipeline.memory import Sizes, device_memory
 from draftline.pipeline.placement import Mode, rows_per_s
-from draftline.pipeline.plan import Plan
+from draftline.pipeline.plan import Plan, choose_backend
 from draftline.pipeline.schedule import Schedule
 
 WARM_STEPS = 4
@@ -110,7 +110,7 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
     shape, on_cuda = SHAPES[name], devices[0].type == "cuda"
     spec = shape.spec()
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    backend = options.attention if on_cuda else "sdpa"
+    backend = choose_backend(options.attention, on_cuda=on_cuda)
     windows = distinct_windows(spec) if on_cuda else ()
     rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
     store = SyntheticStore(mixed_lengths(2000, options.tokens), shape.vocab)
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
-    parser.add_argument("--attention", choices=["flex", "flash"], default="flex", help="on GPUs")
+    parser.add_argument("--attention", choices=["auto", "flex", "flash"], default="auto")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -26,7 +26,7 @@ from draftline.pipeline.calibrate import calibration_job, random_target
 from draftline.pipeline.costs import DrafterCost
 from draftline.pipeline.devices import Place, Replicas
 from draftline.pipeline.memory import Sizes, drafter_worker
-from draftline.pipeline.plan import Plan
+from draftline.pipeline.plan import Plan, choose_backend
 from draftline.pipeline.reduce import Reducer
 from draftline.pipeline.supervise import Abort
 
@@ -40,7 +40,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         "colocated",
         (device,),
         (device,),
-        options.attention if on_cuda else "sdpa",
+        choose_backend(options.attention, on_cuda=on_cuda),
         dtype,
         options.linears,
         3,
@@ -119,7 +119,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--chunk-rows", type=int, default=1024)
-    parser.add_argument("--attention", choices=["flex", "flash"], default="flex", help="on a GPU")
+    parser.add_argument("--attention", choices=["auto", "flex", "flash"], default="auto")
     parser.add_argument("--linears", choices=get_args(Linears), default="drafter_dtype")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")

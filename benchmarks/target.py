@@ -22,7 +22,7 @@ from draftline.pipeline.build import build_target
 from draftline.pipeline.calibrate import calibration_job, random_target
 from draftline.pipeline.costs import count_target
 from draftline.pipeline.devices import Place, Replicas
-from draftline.pipeline.plan import Plan
+from draftline.pipeline.plan import Plan, choose_backend
 
 
 def measure(name: str, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         "colocated",
         (device,),
         (device,),
-        options.attention if on_cuda else "sdpa",
+        choose_backend(options.attention, on_cuda=on_cuda),
         dtype,
         "drafter_dtype",
         3,
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=4)
-    parser.add_argument("--attention", choices=["flex", "flash"], default="flex", help="of the run, on a GPU")
+    parser.add_argument("--attention", choices=["auto", "flex", "flash"], default="auto", help="of the run")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")
     parser.add_argument("--json", type=Path)

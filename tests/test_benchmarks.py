@@ -54,6 +54,17 @@ def test_a_benchmark_measures_a_tiny_shape_on_the_cpu_and_says_how_it_was_run(na
         assert all(value >= 0 for value in row.values() if isinstance(value, float))
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_attention_that_a_device_does_not_have_is_refused_and_not_replaced(name: str):
+    script = ROOT / "benchmarks" / f"{name}.py"
+    arguments = ["--shapes", "tiny", "--device", "cpu", "--attention", "flash", *SMALL[name]]
+    run = subprocess.run(
+        [sys.executable, script, *arguments], check=False, timeout=240, capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert "placement.attention=flash needs GPUs" in run.stderr
+
+
 @needs_torchao
 def test_a_step_is_measured_with_float8_linear_maps(tmp_path: Path):
     out, script = tmp_path / "out.json", ROOT / "benchmarks" / "step.py"

@@ -96,7 +96,7 @@ def _resolved(
         mode=mode,
         targets=targets,
         drafters=drafters,
-        backend=_choose_backend(config.attention, on_cuda=on_cuda),
+        backend=choose_backend(config.attention, on_cuda=on_cuda),
         drafter_dtype=_choose_dtype(config.drafter_dtype, on_cuda=on_cuda),
         linears=_choose_linears(config.drafter_linears, on_cuda=on_cuda),
         channel_slots=config.channel_slots,
@@ -158,7 +158,12 @@ def _parse(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _choose_backend(wanted: str, *, on_cuda: bool) -> Backend:
+def choose_backend(wanted: str, *, on_cuda: bool) -> Backend:
+    """What `placement.attention` means on a device.
+
+    Raises:
+        ConfigError: it is not for such a device.
+    """
     if wanted == "flex" and not on_cuda:
         raise ConfigError(
             "placement.attention=flex cannot train on a CPU (PyTorch has no flex_attention backward there); use "
