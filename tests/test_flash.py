@@ -29,7 +29,7 @@ from draftline.drafter.flash_proof import prove_flash
 from draftline.drafter.mask import block_mask_dense, mask_mod
 from draftline.drafter.step import distinct_windows
 from draftline.errors import AttentionFallbackError, ConfigError
-from draftline.flash import flash_packed, kernels, refuse_flash
+from draftline.flash import flash_packed, kernels, refuse_flash, unused_flash
 from draftline.pipeline.costs import DrafterCost
 from draftline.pipeline.memory import Sizes, drafter_worker
 from draftline.pipeline.plan import make_plan, plan_for_gpus
@@ -286,6 +286,19 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.Monk
         ConfigError, match=r"pip install 'draftline\[flash\]', or use placement.attention: flex"
     ):
         kernels()
+
+
+def test_a_package_that_lies_idle_is_told_where_it_could_be_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("draftline.flash.installed_version", lambda: None)
+    assert unused_flash("auto", 64, [CUDA]) is None
+    monkeypatch.setattr("draftline.flash.installed_version", lambda: "4.0.0b36")
+    assert "placement.attention=flash" in (unused_flash("auto", 64, [CUDA]) or "")
+    assert unused_flash("flex", 64, [CUDA]) is None
+    assert unused_flash("auto", 256, [CUDA]) is None
+    assert unused_flash("auto", 64, [torch.device("cpu")]) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert unused_flash("auto", 64, [CUDA]) is None
 
 
 def test_a_cpu_is_refused_and_a_gpu_gets_it_only_where_it_is_asked_for():

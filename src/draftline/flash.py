@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -39,6 +40,26 @@ def kernels() -> Any:
             f"placement.attention=flash needs the package flash-attn-4, which cannot be imported ({error}); "
             f"pip install 'draftline[flash]', {OR_FLEX}"
         ) from None
+
+
+def installed_version() -> str | None:
+    """Of the package flash-attn-4, without importing it; None where it is not installed."""
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return None
+
+
+def unused_flash(attention: str, head_dim: int, devices: Sequence[torch.device]) -> str | None:
+    """A line for a person whose GPUs could use it and whose settings leave the choice open."""
+    if attention != "auto" or head_dim not in DRAFTER_HEADS or installed_version() is None:
+        return None
+    if not all(d.type == "cuda" and torch.cuda.get_device_capability(d)[0] == HOPPER for d in devices):
+        return None
+    return (
+        "flash-attn-4 is installed and not used: placement.attention=flash makes steps shorter, and two runs differ in "
+        "their last bits (docs/speed.md); placement.attention=flex ends this note"
+    )
 
 
 def refuse_flash(

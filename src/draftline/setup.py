@@ -25,7 +25,7 @@ from draftline.decoding.prompts import load_prompts
 from draftline.drafter.float8 import refuse_float8
 from draftline.drafter.model import empty_drafter
 from draftline.errors import DataError
-from draftline.flash import refuse_flash
+from draftline.flash import refuse_flash, unused_flash
 from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
 from draftline.pipeline.costs import head_dim
@@ -161,6 +161,9 @@ def prepare_job(config: RunConfig, screen: Screen) -> Prepared:
     form = choose_form(target.model, spec.target_layer_ids, flash=plan.backend == "flash")
     for line in (*plan.describe(), f"target      {form.form} rows: {form.reason}"):
         screen.say(line)
+    hint = unused_flash(config.placement.attention, spec.head_dim, (*plan.targets, *plan.drafters))
+    if hint is not None:
+        screen.say(f"note        {hint}")
     if start is not None:
         screen.say(f"warm start  from {start.source}, weights {start.sha256[:12]}")
     boundaries = {config.checkpoint.every, config.evaluation.every or config.checkpoint.every}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from draftline.drafter.flash import Bounds, flash_attend
 from draftline.drafter.mask import MaskMod
 from draftline.drafter.tiled import Tile, attend_tile, query_tiles, tile_mask
 from draftline.errors import AttentionFallbackError
-from draftline.flash import OR_FLEX
+from draftline.flash import OR_FLEX, installed_version
 
 TOLERANCE = 2e-2
 """Relative distance of bfloat16 results from float32 ones that is rounding; 0.0024 where they are right."""
@@ -58,8 +57,8 @@ def prove_flash(
             worst = max(worst, distance)
             if not distance <= TOLERANCE:
                 raise AttentionFallbackError(
-                    f"FlashAttention 4 ({_version()}) is wrong for heads of {spec.head_dim} on {slope.device}: its "
-                    f"{name} are {distance:.2g} from dense float32 attention (at most {TOLERANCE}); use another "
+                    f"flash-attn-4 {installed_version()} is wrong for heads of {spec.head_dim} on {slope.device}: "
+                    f"its {name} are {distance:.2g} from dense float32 attention (at most {TOLERANCE}); use another "
                     f"version, {OR_FLEX}"
                 )
     return worst
@@ -102,10 +101,3 @@ def _results(attend: Callable[..., Tensor], inputs: list[Tensor], slope: Tensor)
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, slope)]
-
-
-def _version() -> str:
-    try:
-        return version("flash-attn-4")
-    except PackageNotFoundError:
-        return "of unknown version"
