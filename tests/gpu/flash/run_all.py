@@ -6,11 +6,7 @@ figures; the exit code is the number of failures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-import traceback
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,7 +19,15 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from tests.gpu.pipeline.run_all import SPEC, VOCAB, LengthMix, make_job, make_target, run  # noqa: E402
+from tests.gpu.pipeline.run_all import (  # noqa: E402
+    SPEC,
+    VOCAB,
+    LengthMix,
+    main,
+    make_job,
+    make_target,
+    run,
+)
 
 from draftline.data.rows import RowShape, RowSource  # noqa: E402
 from draftline.data.synthetic import SyntheticStore  # noqa: E402
@@ -136,34 +140,5 @@ CHECKS = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="*")
-    arguments = parser.parse_args()
-    gpus = torch.cuda.device_count()
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(0),
-        "gpus": gpus,
-        "torch": torch.__version__,
-    }
-    failures = 0
-    for check in CHECKS:
-        if arguments.only and check.__name__ not in arguments.only:
-            continue
-        began = time.monotonic()
-        try:
-            outcome: Any = check(gpus)
-            word = "PASS"
-        except Exception:  # noqa: BLE001 - every check is reported
-            outcome, word = traceback.format_exc()[-3000:], "FAIL"
-            failures += 1
-        results[check.__name__] = {"result": word, "outcome": outcome}
-        print(word, check.__name__, f"{time.monotonic() - began:.0f} s", outcome, flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(results, indent=1))
-    return failures
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CHECKS, __doc__))

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -267,8 +267,9 @@ CHECKS = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(checks: Sequence[Callable[[int], dict[str, Any]]], description: str | None) -> int:
+    """Run `checks`, each given the number of GPUs; returns how many failed."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
@@ -279,7 +280,7 @@ def main() -> int:
         "torch": torch.__version__,
     }
     failures = 0
-    for check in CHECKS:
+    for check in checks:
         if arguments.only and check.__name__ not in arguments.only:
             continue
         began = time.monotonic()
@@ -297,4 +298,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CHECKS, __doc__))
