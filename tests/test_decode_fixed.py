@@ -104,6 +104,18 @@ def test_a_model_that_makes_something_else_of_the_mask_is_refused():
         FixedTarget(target, (1, 3), 64, (1, 4))
 
 
+def test_a_model_whose_logits_are_not_finite_with_a_fixed_cache_is_refused(monkeypatch):
+    run = FixedTarget.run
+
+    def broken(*given, **rest):
+        fed = run(*given, **rest)
+        return fed._replace(logits=fed.logits * torch.nan)
+
+    monkeypatch.setattr(FixedTarget, "run", broken)
+    with pytest.raises(ConfigError, match="other logits with a fixed cache than with a growing one: nan of"):
+        FixedTarget(random_target(), (1, 3), 64, (1, 4))
+
+
 def test_both_sides_of_a_comparison_use_them_and_nothing_changes():
     target = random_target()
     drafter = taught_drafter(target)

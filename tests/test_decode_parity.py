@@ -97,6 +97,16 @@ def test_taps_in_another_order_are_noticed(row):
         prove_taps(target, spec.target_layer_ids, row, taps.unflatten(1, (2, -1)).flip(1).flatten(1))
 
 
+def test_taps_that_are_not_finite_are_not_those_of_decoding(row):
+    target = random_target()
+    spec = fitting_spec(target)
+    taps = row_taps(target, spec, row)
+    taps[row.starts[1], 0] = torch.nan
+
+    with pytest.raises(ConfigError, match="they are nan apart"):
+        prove_taps(target, spec.target_layer_ids, row, taps)
+
+
 class Texts:
     """Documents of a random target's vocabulary."""
 

@@ -98,13 +98,14 @@ def prove_taps(target: Target, target_layer_ids: tuple[int, ...], row: Row, taps
         ConfigError: it is more than rounding.
     """
     apart = replace(target, model=share_weights(target.model))  # its hooks must not meet anyone's
-    found = 0.0
+    distances = []
     bounds = list(pairwise(row.starts))[:NUM_DOCUMENTS]
     for start, stop in bounds:
         with torch.inference_mode():
             document = row.input_ids[start:stop].to(target.device)
             decoded = CachedTarget(apart, target_layer_ids).feed(document, num_logits=1).taps
-            found = max(found, float(distance(taps[start:stop], decoded, len(target_layer_ids))))
+            distances.append(distance(taps[start:stop], decoded, len(target_layer_ids)))
+    found = float(torch.stack(distances).max())  # a NaN is the largest here, and lost in Python's max
     documents = [row.input_ids[slice(*each)] for each in bounds]
     allowed = rounding_limit(target.model, target_layer_ids, documents, found)
     if not found <= allowed:

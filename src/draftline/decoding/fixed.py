@@ -149,13 +149,15 @@ class FixedTarget:
         """The model's own code decides what it makes of a mask and a cache from outside: look at what it gives."""
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, len(target.embedding), (PROBE,), generator=generator).to(self.device)
-        plain, worst = CachedTarget(target, target_layer_ids), 0.0
+        plain = CachedTarget(target, target_layer_ids)
+        differences: list[Tensor] = []
         for sequence_part, rejected in ((text[:5], 0), (text[5:9], 3), (text[9:], 0)):
             ours, theirs = (each.feed(sequence_part, len(sequence_part)) for each in (self, plain))
             for mine, other in zip(ours, theirs, strict=True):
-                worst = max(worst, float((mine - other).abs().max() / other.abs().max()))
+                differences.append((mine - other).abs().max() / other.abs().max())
             self.take_back(rejected)
             plain.take_back(rejected)
+        worst = float(torch.stack(differences).max())  # a NaN is the largest here, and lost in Python's max
         last = len(decoder_layers(target.model)[2]) - 1
         allowed = rounding_limit(target.model, (last,), [text], worst)
         if not worst <= allowed:
