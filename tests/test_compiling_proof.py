@@ -9,6 +9,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from draftline.compiling import (
+    FLASH_BACKWARD,
+    FLASH_FORWARD,
     FLEX_BACKWARD,
     FLEX_FORWARD,
     SDPA,
@@ -76,18 +78,26 @@ def test_a_memory_bound_cannot_be_proved_on_a_cpu() -> None:
         prove(two_layers, expect=Expectation({}, max_memory_bytes=1), device=CPU)
 
 
-# Names as the profiler gave them on an H200 with PyTorch 2.11.
+FA4 = "kernel_cutlass_kernel_flash_attncuteflash_"
+
+
+# Names as the profiler gave them on an H200 with PyTorch 2.11 and flash-attn-4 4.0.0b36.
 @pytest.mark.parametrize(
-    ("name", "is_forward", "is_backward"),
+    ("name", "pattern"),
     [
-        ("triton_tem_fused_flex_attention_0", True, False),
-        ("triton_tem_fused__to_copy_add_cat_flex_attention_mul_5", True, False),
-        ("triton_tem_fused_flex_attention_backward_1", False, True),
-        ("triton_tem_fused__to_copy_flex_attention_flex_attention_backward_view_7", False, True),
-        ("triton_red_fused_flex_attention_backward_0", False, False),
-        ("triton_poi_fused_flex_attention_2", False, False),
+        ("triton_tem_fused_flex_attention_0", FLEX_FORWARD),
+        ("triton_tem_fused__to_copy_add_cat_flex_attention_mul_5", FLEX_FORWARD),
+        ("triton_tem_fused_flex_attention_backward_1", FLEX_BACKWARD),
+        ("triton_tem_fused__to_copy_flex_attention_flex_attention_backward_view_7", FLEX_BACKWARD),
+        ("triton_red_fused_flex_attention_backward_0", None),
+        ("triton_poi_fused_flex_attention_2", None),
+        (f"{FA4}fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o41112104113_", FLASH_FORWARD),
+        (f"{FA4}bwd_sm90FlashAttentionBackwardSm90_object_at__tensor0000o11101213_te", FLASH_BACKWARD),
+        (f"{FA4}bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptrb", None),
+        (f"{FA4}bwd_postprocessFlashAttentionBackwardPostprocess_object_at__tensorpt", None),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false", SDPA),
     ],
 )
-def test_the_patterns_count_each_flex_kernel_once(name: str, is_forward: bool, is_backward: bool) -> None:
-    assert bool(re.search(FLEX_FORWARD, name)) == is_forward
-    assert bool(re.search(FLEX_BACKWARD, name)) == is_backward
+def test_the_patterns_count_each_attention_kernel_once(name: str, pattern: str | None) -> None:
+    patterns = (FLEX_FORWARD, FLEX_BACKWARD, FLASH_FORWARD, FLASH_BACKWARD, SDPA)
+    assert [each for each in patterns if re.search(each, name)] == ([] if pattern is None else [pattern])

@@ -12,6 +12,8 @@ from draftline.compiling import gate, tripwire
 from draftline.compiling.graphs import CapturedStep, LaunchedStep, Step
 from draftline.compiling.isolate import cache_entries, compile_isolated, isolated_code
 from draftline.compiling.proof import (
+    FLASH_BACKWARD,
+    FLASH_FORWARD,
     FLEX_BACKWARD,
     FLEX_FORWARD,
     SDPA,
@@ -24,6 +26,8 @@ from draftline.compiling.seal import Seal, Violation, seal, unseal
 from draftline.compiling.watch import Compilation, compilations
 
 __all__ = [
+    "FLASH_BACKWARD",
+    "FLASH_FORWARD",
     "FLEX_BACKWARD",
     "FLEX_FORWARD",
     "SDPA",
