@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from draftline.target.inspect import default_target_layer_ids
 
 PEAK_SIZE = 8192
 """Side of the square bf16 matrices whose product is the peak that steps are compared with."""
+OPTIONAL = ("flash-attn-4", "nvidia-cutlass-dsl", "torchao")
+"""Packages whose versions are told where they are installed: options run their kernels."""
 NUM_WARM = 5
 SUSTAINED_S = 2.0
 """Shortest time over which a GPU is measured."""
@@ -167,6 +170,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **{each.name: each.version for each in distributions() if each.name in OPTIONAL},
         "commit": commit.stdout.strip() or "no repository",
         "command": " ".join(["python", *sys.argv]),
     }

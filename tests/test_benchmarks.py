@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,9 @@ def test_a_step_is_measured_with_float8_linear_maps(tmp_path: Path):
     subprocess.run(
         [sys.executable, script, *arguments, "--json", out], check=True, timeout=240, capture_output=True
     )
-    (row,) = json.loads(out.read_text())["results"]
+    written = json.loads(out.read_text())
+    assert written["torchao"] == version("torchao")
+    (row,) = written["results"]
     assert row["linears"] == "float8_emulated"
     assert row["step_ms"] > 0
 
