@@ -1,7 +1,8 @@
 """FlashAttention 4, the optional kernels of both sides on a Hopper GPU (`placement.attention: flash`).
 
-The package `flash-attn-4` compiles its kernels when they are first called, which happens inside the gate. Nothing falls
-back from it: a machine that lacks something is refused before anything long starts.
+The package `flash-attn-4` compiles its kernels when they are first called: before the workers start, while the target
+is tested, or inside the gate. Nothing falls back from it: a machine that lacks something is refused before anything
+long starts.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def propose(
         timed: run a few rows of both sides on the first device here, with random weights.
 
     Raises:
-        ConfigError: no placement can be used, or the drafter's linear maps cannot multiply as asked.
+        ConfigError: no placement can be used, or the drafter cannot attend or multiply as asked.
     """
     plan = _plan_of_one(config.placement, hardware)
     refuse_float8(plan.linears, spec, plan.drafters if timed else ())
