@@ -302,7 +302,9 @@ def test_a_package_that_lies_idle_is_told_where_it_could_be_used(monkeypatch: py
 
 
 def test_a_cpu_is_refused_and_a_gpu_gets_it_only_where_it_is_asked_for():
-    with pytest.raises(ConfigError, match=r"flash needs GPUs: .* use attention: sdpa or auto"):
+    with pytest.raises(
+        ConfigError, match=r"flash needs GPUs: .* use attention: sdpa or auto; .* plan .*--devices"
+    ):
         make_plan(PlacementConfig(attention="flash", targets=("cpu",), drafters=("cpu",)))
     assert plan_for_gpus(PlacementConfig()).backend == "flex"
     plan = plan_for_gpus(PlacementConfig(attention="flash"))

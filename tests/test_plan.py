@@ -115,7 +115,9 @@ def test_cpu_and_gpu_do_not_mix(machine):
 
 def test_flex_on_a_cpu_is_refused(machine):
     machine(0)
-    with pytest.raises(ConfigError, match=r"flex cannot train on a CPU .*attention: sdpa or auto"):
+    with pytest.raises(
+        ConfigError, match=r"flex cannot train on a CPU .*attention: sdpa or auto; .* plan .*--devices"
+    ):
         plan(attention="flex")
 
 
@@ -133,7 +135,9 @@ def test_the_compute_type_can_be_asked_for(machine):
 def test_float8_linear_maps_are_for_gpus_and_emulated_ones_for_cpus(machine):
     machine(0)
     assert plan(drafter_linears="float8_emulated").linears == "float8_emulated"
-    with pytest.raises(ConfigError, match=r"float8 needs a GPU: .*use float8_emulated .*or leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"float8 needs a GPU: .*use float8_emulated .*or leave it out; .*--devices"
+    ):
         plan(drafter_linears="float8")
     machine(1)
     assert plan(drafter_linears="float8").linears == "float8"

@@ -94,6 +94,12 @@ def test_a_plan_names_the_placement_of_the_run_in_lines(capsys):
     assert "keeps:\n  placement.mode: split\n  placement.targets: cpu, cpu\n" in shown
 
 
+def test_a_plan_names_the_placement_of_the_run_in_json(capsys):
+    made = plan_json(capsys, "--devices", "2", "--placement.attention", "flash", "--drafter.head-dim", "64")
+    assert made["asked"] == {"placement.attention": "flash"}
+    assert plan_json(capsys, "--devices", "2")["asked"] == {}
+
+
 def test_a_rate_turns_counts_into_tokens_a_second(capsys):
     one, two = (plan_json(capsys, "--tflops", rate)["options"][0]["tokens_per_s"] for rate in ("1", "2"))
     assert two == pytest.approx(2 * one)

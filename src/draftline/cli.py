@@ -167,7 +167,7 @@ def plan(
     config = parse_plan(run, tokens)
     proposal = plan_run(config, options)
     if json_output:
-        _print(plan_values(proposal), json_output=True)
+        _print(plan_values(proposal, config.placement), json_output=True)
     else:
         show_proposal(proposal, config.placement, Output())
 

@@ -32,7 +32,7 @@ def plan_run(config: RunConfig, options: PlanOptions) -> Proposal:
     return propose(config, check_target(config), sketch_target(config.target), hardware, timed=timed)
 
 
-def plan_values(proposal: Proposal) -> dict[str, Any]:
+def plan_values(proposal: Proposal, placement: PlacementConfig) -> dict[str, Any]:
     """Everything that `show_proposal` shows."""
     costs = proposal.costs
     return {
@@ -45,6 +45,7 @@ def plan_values(proposal: Proposal) -> dict[str, Any]:
         "drafter_s": proposal.times.drafter_s if proposal.source != "counted" else None,
         "untimed": proposal.untimed,
         "peak_gib": _gib(proposal.calibration.peak_bytes) if proposal.calibration else None,
+        "asked": _asked(placement),
         "options": [_option_values(proposal, option) for option in proposal.options],
     }
 

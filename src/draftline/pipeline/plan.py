@@ -13,6 +13,7 @@ from draftline.drafter.step import Backend
 from draftline.errors import ConfigError
 
 Devices = tuple[torch.device, ...]
+FOR_GPUS = "to plan for GPUs that are not here, describe them: draftline plan run.yaml --devices 8"
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,12 @@ def choose_backend(wanted: str, *, on_cuda: bool) -> Backend:
     if wanted == "flex" and not on_cuda:
         raise ConfigError(
             "placement.attention=flex cannot train on a CPU (PyTorch has no flex_attention backward there); use "
-            "attention: sdpa or auto"
+            f"attention: sdpa or auto; {FOR_GPUS}"
         )
     if wanted == "flash" and not on_cuda:
         raise ConfigError(
             "placement.attention=flash needs GPUs: FlashAttention 4 has no kernels for a CPU; use attention: sdpa or "
-            "auto"
+            f"auto; {FOR_GPUS}"
         )
     if wanted == "sdpa" and on_cuda:
         raise ConfigError(
@@ -195,7 +196,7 @@ def _choose_linears(wanted: Linears, *, on_cuda: bool) -> Linears:
     if wanted == "float8" and not on_cuda:
         raise ConfigError(
             "placement.drafter_linears=float8 needs a GPU: a CPU has no float8 products; use float8_emulated for their "
-            "rounding without their speed, or leave it out"
+            f"rounding without their speed, or leave it out; {FOR_GPUS}"
         )
     if wanted == "float8_emulated" and on_cuda:
         raise ConfigError(
