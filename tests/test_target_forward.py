@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,6 +200,19 @@ def test_what_packed_rows_cannot_express_is_refused_instead_of_left_out(extra: d
         packed_attention(torch.nn.Identity(), x, x, x, None, **extra)
     with pytest.raises(UnsupportedPackingError):
         packed_attention(torch.nn.Identity(), x, x, x, torch.zeros(6, 6))
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash"])
+@pytest.mark.parametrize(("head", "values"), [(512, 512), (192, 128)])
+def test_heads_that_a_kernel_of_packed_rows_does_not_compute_need_the_batched_form(kernel, head, values):
+    bounds = torch.tensor([0, 6], dtype=torch.int32)
+    module: Any = torch.nn.Identity()
+    module.draftline_packing = Packing(bounds, torch.zeros(6, dtype=torch.int32), 6, kernel)
+    q, v = torch.zeros(1, 2, 6, head), torch.zeros(1, 2, 6, values)
+    with pytest.raises(UnsupportedPackingError, match=f"heads of {head} with values of {values}"):
+        packed_attention(module, q, q, v, None)
+    module.draftline_packing.kernel = "mask"
+    assert packed_attention(module, q, q, v, None)[0].shape == (1, 6, 2, values)
 
 
 def test_families_of_both_kinds_are_covered():

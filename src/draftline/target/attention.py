@@ -26,6 +26,8 @@ GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 """torch 2.11 takes grouped heads as they are; later versions want to be told."""
+WIDEST_HEAD = 256
+"""Largest head that varlen and flash compute; the values' must be as large as the keys'."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, *, flash: bool) -> Kernel:
@@ -87,7 +89,8 @@ def packed_attention(
     """transformers' attention interface; returns [1, tokens, heads, head_dim].
 
     Raises:
-        UnsupportedPackingError: soft-capped scores, attention sinks, or a mask from the model.
+        UnsupportedPackingError: soft-capped scores, attention sinks, a mask from the model, or heads of a size that
+            the row's kernel does not compute.
     """
     if softcap is not None or s_aux is not None or attention_mask is not None or dropout:
         raise UnsupportedPackingError(
@@ -95,6 +98,11 @@ def packed_attention(
         )
     packing: Packing = module.draftline_packing  # pyright: ignore[reportAssignmentType]
     if packing.kernel != "mask":
+        if not query.shape[-1] == value.shape[-1] <= WIDEST_HEAD:
+            raise UnsupportedPackingError(
+                f"packed rows take heads of up to {WIDEST_HEAD} with values as large, and this target has heads of "
+                f"{query.shape[-1]} with values of {value.shape[-1]}"
+            )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
         if packing.kernel == "flash":
             out = flash_packed(q, k, v, packing.cu_seqlens, packing.max_document, scaling, sliding_window)
