@@ -34,7 +34,8 @@ class Plan:
         """The plan as lines for a person."""
         kernel = {
             "flex": "compiled block-sparse flex_attention",
-            "flash": "block-sparse FlashAttention 4, also for packed targets; two runs differ in their last bits",
+            "flash": "block-sparse FlashAttention 4, also for packed targets in half precision; two runs differ in "
+            "their last bits",
             "sdpa": "SDPA with a boolean mask, tile by tile",
         }
         devices = {
