@@ -30,6 +30,7 @@ from draftline.drafter.mask import block_mask_dense, mask_mod
 from draftline.drafter.step import distinct_windows
 from draftline.errors import AttentionFallbackError, ConfigError
 from draftline.flash import flash_packed, kernels, refuse_flash, unused_flash
+from draftline.pipeline.build import _closeness
 from draftline.pipeline.costs import DrafterCost
 from draftline.pipeline.memory import Sizes, drafter_worker
 from draftline.pipeline.plan import make_plan, plan_for_gpus
@@ -169,7 +170,7 @@ def small_row(windows: tuple[Any, ...], lengths: list[int]) -> DeviceRow:
     return DeviceRow(RowSource(store, shape, seed=0).row(0), torch.device("cpu"))
 
 
-def proven(spec: DrafterSpec, row: DeviceRow) -> float:
+def proven(spec: DrafterSpec, row: DeviceRow) -> float | None:
     fixed = row.anchors, row.anchor_valid, row.positions
     kinds = []
     for window, causal in distinct_windows(spec):
@@ -183,7 +184,9 @@ def proven(spec: DrafterSpec, row: DeviceRow) -> float:
 def test_right_kernels_are_proven_before_a_run_uses_them(layers: dict[str, Any], dense_kernels: DenseKernels):
     spec = tiny_spec(**layers)
     kinds = distinct_windows(spec)
-    assert proven(spec, small_row(kinds, [60, 50, 90, 40])) < 1e-5
+    distance = proven(spec, small_row(kinds, [60, 50, 90, 40]))
+    assert distance is not None
+    assert distance < 1e-5
     assert dense_kernels.calls == ["forward", "backward"] * len(kinds)
 
 
@@ -209,11 +212,13 @@ def test_kernels_that_compute_something_else_end_the_start(
 
 
 @pytest.mark.usefixtures("dense_kernels")
-def test_a_row_without_a_block_proves_nothing_and_ends_nothing():
+def test_a_row_without_a_block_proves_nothing_and_says_so():
     spec = tiny_spec()
     row = small_row(distinct_windows(spec), [60, 50, 90, 40])
     row.anchor_valid.zero_()
-    assert proven(spec, row) == 0
+    assert proven(spec, row) is None
+    assert "not compared" in _closeness(None)
+    assert "2.4e-03" in _closeness(0.0024)
 
 
 def test_a_compiler_that_traces_the_operators_gets_the_shapes_of_their_results():
@@ -319,14 +324,15 @@ def test_a_target_uses_it_where_its_kernels_exist():
     assert choose_kernel(torch.device("cpu"), torch.bfloat16, flash=True) == "mask"
 
 
-def test_the_sums_that_its_backward_keeps_are_counted():
-    spec = tiny_spec(num_heads=4, num_kv_heads=2, head_dim=16)
+@pytest.mark.parametrize(("kv_heads", "summed"), [(2, 2), (4, 0)])
+def test_the_sums_that_its_backward_keeps_are_counted(kv_heads: int, summed: int):
+    spec = tiny_spec(num_heads=4, num_kv_heads=kv_heads, head_dim=16)
     cost = DrafterCost(spec, tokens=256, blocks=32)
     flex, ours = (
         drafter_worker(cost, Sizes(2, 2, False, each, 3, 1024, 1), 1, split=False) for each in (False, True)
     )
     queries = 32 * spec.block_size
-    assert ours.total - flex.total == 4 * (queries * 4 * 16 + 2 * (256 + queries) * 2 * 16)
+    assert ours.total - flex.total == 4 * (queries * 4 * 16 + 2 * (256 + queries) * summed * 16)
 
 
 def test_the_command_holds_back_what_the_package_says_of_its_own_argument():

@@ -149,7 +149,7 @@ class DrafterStep:
             causal=causal,
         )
 
-    def prove_flash(self) -> float:
+    def prove_flash(self) -> float | None:
         """How far FlashAttention 4 is from dense attention on the loaded row; see `flash_proof.prove_flash`."""
         kinds = [(self._bounds(*kind), self._rule(*kind)) for kind in distinct_windows(self.spec)]
         return prove_flash(self.spec, self.row, kinds, self.dtype)

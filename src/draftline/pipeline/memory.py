@@ -118,10 +118,7 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
             "loss": loss,
             # of one map, which frees its copies before the next begins
             "float8 copies": drafter.largest_operands if sizes.float8 else 0,
-            # gradients of one layer's queries, keys and values, before they are converted
-            "attention sums": FLOAT32 * (queries * drafter.query_width + 2 * keys * drafter.key_width)
-            if sizes.flash
-            else 0,
+            "attention sums": _attention_sums(drafter, queries, keys) if sizes.flash else 0,
             # a row's gradients take the place of the activations that backward has used
             "row gradients": max(0, weights * sizes.drafter_bytes - activations - loss),
             "taps": _taps(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,
@@ -131,6 +128,12 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
             else 0,
         }
     )
+
+
+def _attention_sums(drafter: DrafterCost, queries: int, keys: int) -> int:
+    """Gradients of one layer's queries before they are converted, and of keys and values that several heads share."""
+    shared = drafter.key_width < drafter.query_width
+    return FLOAT32 * (queries * drafter.query_width + shared * 2 * keys * drafter.key_width)
 
 
 def _taps(drafter: DrafterCost, sizes: Sizes) -> int:

@@ -56,6 +56,13 @@ def taps_alone(
     return states
 
 
+def usual_limit(model: PreTrainedModel) -> float:
+    """The distance up to which taps of any target in this one's type differ by rounding only."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return TOLERANCE.get(weight.dtype, TOLERANCE[torch.float32])
+
+
 def rounding_limit(
     model: PreTrainedModel, taps: tuple[int, ...], documents: Sequence[Tensor], found: float
 ) -> float:
@@ -67,9 +74,7 @@ def rounding_limit(
     Args:
         found: the distance in question; the target is run only if it is more than usual.
     """
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    usual = TOLERANCE.get(weight.dtype, TOLERANCE[torch.float32])
+    usual = usual_limit(model)
     if found <= usual:
         return usual
     plain, moved = (taps_alone(model, taps, documents, change) for change in (None, _last_bits()))

@@ -20,7 +20,7 @@ from draftline.errors import ConfigError
 from draftline.target.attention import UnsupportedPackingError
 from draftline.target.forward import Form, TappedForward
 from draftline.target.load import text_config
-from draftline.target.rounding import distance, rounding_limit, taps_alone
+from draftline.target.rounding import distance, rounding_limit, taps_alone, usual_limit
 
 TEST_LENGTHS = (37, 61, 45)
 TEST_BUDGET = 256
@@ -42,13 +42,16 @@ class _Figures:
     """The same change as a distance."""
     distance: float
     """Largest distance between a document's taps in the row and alone."""
+    usual: float
+    """Distances up to it are rounding in every target."""
     limit: float
-    """Distances up to it are rounding."""
+    """Distances up to it are this target's rounding."""
 
     def passes(self, model: PreTrainedModel) -> bool:
         """Whether rows computed this way can be trained on: the neighbours' text does not matter, and the rest is
         rounding."""
-        isolated = self.leak == 0 or (_has_experts(model) and self.drift <= self.limit)
+        # experts that rounding chooses otherwise would make the target's own limit say nothing of a leak
+        isolated = self.leak == 0 or (_has_experts(model) and self.drift <= self.usual)
         return isolated and self.distance <= self.limit
 
 
@@ -109,7 +112,8 @@ def _measure(model: PreTrainedModel, taps: tuple[int, ...], form: Form, *, flash
         leak=float((there[middle] - moved[middle]).abs().max()),
         drift=drift,
         distance=apart,
-        limit=rounding_limit(model, taps, documents, max(drift, apart)),
+        usual=usual_limit(model),
+        limit=rounding_limit(model, taps, documents, apart),
     )
 
 
