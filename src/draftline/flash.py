@@ -24,7 +24,8 @@ DRAFTER_HEADS = (64, 128)
 """Head sizes of a drafter whose results are right: some others give wrong gradients, see flash_proof.py."""
 TARGET_MULTIPLE = 8
 WIDEST_TARGET = 256
-"""Head sizes of a target are multiples up to this; each target is tested on itself at start."""
+"""Head sizes of a target are multiples up to this, as for PyTorch's variable-length kernel; each target is tested on
+itself at start."""
 OR_FLEX = "or use placement.attention: flex"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from draftline.flash import flash_packed
+from draftline.flash import WIDEST_TARGET, flash_packed
 
 ATTENTION_NAME = "draftline_packed"
 Kernel = Literal["varlen", "flash", "mask"]
@@ -26,8 +26,6 @@ GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 """torch 2.11 takes grouped heads as they are; later versions want to be told."""
-WIDEST_HEAD = 256
-"""Largest head that varlen and flash compute; the values' must be as large as the keys'."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, *, flash: bool) -> Kernel:
@@ -98,9 +96,9 @@ def packed_attention(
         )
     packing: Packing = module.draftline_packing  # pyright: ignore[reportAssignmentType]
     if packing.kernel != "mask":
-        if not query.shape[-1] == value.shape[-1] <= WIDEST_HEAD:
+        if not query.shape[-1] == value.shape[-1] <= WIDEST_TARGET:
             raise UnsupportedPackingError(
-                f"packed rows take heads of up to {WIDEST_HEAD} with values as large, and this target has heads of "
+                f"packed rows take heads of up to {WIDEST_TARGET} with values as large, and this target has heads of "
                 f"{query.shape[-1]} with values of {value.shape[-1]}"
             )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
