@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from parts import by_part
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config
 
@@ -141,7 +142,7 @@ def matmul_peak(device: torch.device) -> float:
 
 
 def write_kernels(work: Callable[[], object], device: torch.device, out: Path, repeats: int = 3) -> None:
-    """What a GPU does in `work`, as text: milliseconds and launches of every kernel, the longest first."""
+    """What a GPU does in `work`, as text, the longest first: milliseconds of parts, then of kernels, with launches."""
     out.parent.mkdir(parents=True, exist_ok=True)
     settle(device)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -154,6 +155,7 @@ def write_kernels(work: Callable[[], object], device: torch.device, out: Path, r
             spent[event.name] += event.device_time
             count[event.name] += 1
     lines = [f"{sum(spent.values()) / repeats / 1e3:9.3f} ms in kernels; {' '.join(['python', *sys.argv])}"]
+    lines += [f"{time_us / repeats / 1e3:9.3f} ms {part}" for part, time_us in by_part(spent).items()]
     lines += [
         f"{time_us / repeats / 1e3:9.3f} ms {count[name] / repeats:6.1f} x {name[:140]}"
         for name, time_us in spent.most_common()

@@ -55,6 +55,35 @@ def test_a_benchmark_measures_a_tiny_shape_on_the_cpu_and_says_how_it_was_run(na
         assert all(value >= 0 for value in row.values() if isinstance(value, float))
 
 
+def test_kernels_of_a_gpu_are_summed_up_into_parts():
+    kernels = {
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": 29.8,
+        "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT": 0.2,
+        "triton_tem_fused_flex_attention_backward_select_backward_transpose_view_5": 21.9,
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object": 1.1,
+        "triton_tem_fused__to_copy_cat_flex_attention_transpose_unsqueeze_view_12": 5.3,
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>": 0.7,
+        "triton_poi_fused__to_copy_add_copy_copy__div_gt_mul_rsub_scalar_tensor_sqrt_sub_unbind_where_0": 6.5,
+        "triton_red_fused__to_copy_add_arange_argmax_prepare_softmax_online_sub_unsqueeze_0": 4.0,
+        "Memcpy DtoD (Device -> Device)": 1.3,
+        "triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_silu_t_32": 0.8,
+        "triton_red_fused_flex_attention_backward_select_backward_transpose_view_4": 0.4,
+    }
+    parts = json.loads(
+        printed(f"import json; from parts import by_part; print(json.dumps(by_part({kernels})))")
+    )
+    assert {part: round(time, 1) for part, time in parts.items()} == {
+        "matrix products": 30.0,
+        "attention, backward": 23.0,
+        "AdamW, norm": 6.5,
+        "attention, forward": 6.0,
+        "cross-entropy beside its products": 4.0,
+        "copies": 1.3,
+        "float8 copies, scales and what is fused with them": 0.8,
+        "norms, rotary, SwiGLU, embedding": 0.4,
+    }
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_attention_that_a_device_does_not_have_is_refused_and_not_replaced(name: str):
     script = ROOT / "benchmarks" / f"{name}.py"
