@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ def build_speculators(row: Row) -> Built:
         max_anchors=row.blocks,
         per_position_loss_weight="fixed-exp-decay",
     )
+    if kernel == "fused":
+        give_kernels_their_own_tiles()
     (optimizer,) = build_optimizers(model, SimpleNamespace(optimizer="adamw", lr=1e-3, weight_decay=0.01))
     ones, zeros = torch.ones_like(row.tokens), torch.zeros_like(row.tokens)
     positions = torch.arange(row.tokens.shape[1], device=row.device).unsqueeze(0)
@@ -120,6 +123,17 @@ def build_speculators(row: Row) -> Built:
         return loss.detach()
 
     return Built(model, step, f"{attention}, {kernel} loss")
+
+
+def give_kernels_their_own_tiles() -> None:
+    """Undo that the forward and the backward kernel of speculators' loss share one list of tiles to try.
+
+    torch 2.11 cannot compile a step that uses both otherwise: "ListVariable is already tracked for mutation".
+    """
+    from speculators.losses import fused  # noqa: PLC0415
+
+    for kernel in (fused.loss_forward_kernel, fused.loss_backward_kernel):
+        kernel.configs = copy.deepcopy(kernel.configs)
 
 
 def build_specforge(row: Row) -> Built:

@@ -10,12 +10,14 @@ for Draftline that of building as well. A peer that cannot be imported is a line
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import math
 import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from typing import Any
@@ -120,10 +122,29 @@ def with_one_peak(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return compared
 
 
-def alone(work: Callable[..., Any], *given: Any) -> Any:
-    """What `work` returns in a process of its own."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+def alone(work: Callable[..., Any], *given: Any, seconds: float) -> Any:
+    """What `work` returns in a process of its own.
+
+    Raises:
+        BrokenProcessPool: it ended without an answer, or took longer than `seconds`.
+    """
+    limit = (seconds,)
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_after, initargs=limit) as pool:
         return pool.submit(work, *given).result()
+
+
+def end_after(seconds: float) -> None:
+    """End this process after so long, with what every thread was at on stderr."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def measure_peer_alone(name: str, shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One line of the table from a process of its own, whatever becomes of that."""
+    try:
+        return alone(measure_peer, name, shape, options, seconds=options.deadline)
+    except BrokenProcessPool:
+        why = f"failed: its process ended without figures, or was ended after {options.deadline:.0f} s"
+        return unmeasured(name, shape, why)
 
 
 def refuse(required: list[str], unfit: dict[str, str]) -> None:
@@ -138,20 +159,27 @@ def main() -> None:
     parser.add_argument(
         "--require", nargs="+", choices=PEERS, default=[], help="an error unless it is measured"
     )
+    parser.add_argument("--deadline", type=float, default=900.0, help="seconds for each measurement")
     options = parser.parse_args()
-    absent = alone(absent_peers)
+    absent = alone(absent_peers, seconds=options.deadline)
     refuse(options.require, absent)
     lines: list[dict[str, Any]] = []
     for shape in options.shapes:
-        own = alone(measure_draftline, shape, options.device, options)
+        own = alone(measure_draftline, shape, options.device, options, seconds=options.deadline)
         of_shape = [{**own, "peer": "draftline", "notes": DRAFTLINE_NOTES}]
         for name in PEERS:
             if name in absent:
                 of_shape.append(unmeasured(name, shape, absent[name]))
             else:
-                of_shape.append(alone(measure_peer, name, shape, options))
+                of_shape.append(measure_peer_alone(name, shape, options))
+            # after each: what follows may take long, or end the machine's time
+            report(
+                "drafter step beside other trainers",
+                lines + with_one_peak(of_shape),
+                options.device,
+                options.json,
+            )
         lines += with_one_peak(of_shape)
-        report("drafter step beside other trainers", lines, options.device, options.json)
     refuse(options.require, {line["peer"]: line["notes"] for line in lines if line["step_ms"] is None})
 
 

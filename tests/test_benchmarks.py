@@ -155,15 +155,15 @@ def test_every_form_of_the_tiles_benchmark_divides_a_tile_of_the_tables():
     assert all(TILE % size == 0 for size in sizes)
 
 
-def other_trainers(folder: Path) -> dict[str, str]:
-    """An environment whose speculators breaks when it builds its model, and whose SpecForge cannot be imported."""
+def other_trainers(folder: Path, building: str = "raise RuntimeError('out of order')") -> dict[str, str]:
+    """An environment whose speculators does as told when it builds, and whose SpecForge cannot be imported."""
     for package in ("speculators", "speculators/models", "speculators/train"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
     (folder / "speculators/models/dflash.py").write_text(
         "class DFlashDraftModel: ...\n"
         "class DFlashSpeculatorConfig:\n"
-        "    def __init__(self, **given): raise RuntimeError('out of order')\n"
+        f"    def __init__(self, **given): {building}\n"
     )
     (folder / "speculators/train/optimizers.py").write_text("def build_optimizers(): ...\n")
     (folder / "specforge.py").write_text("raise ImportError('kept out of this test')\n")
@@ -205,6 +205,29 @@ def test_a_required_peer_that_is_not_installed_is_an_error_before_anything_is_me
     assert run.returncode == 1
     assert "--require specforge: not installed: kept out of this test" in run.stderr
     assert not out.exists()
+
+
+def test_a_peer_that_hangs_is_a_line_that_says_so_and_stderr_shows_where_it_was(tmp_path: Path):
+    code = (
+        "import json, peers, step\n"
+        "options = step.arguments('').parse_args(['--device', 'cpu', '--tokens', '128', '--blocks', '8'])\n"
+        "options.deadline = 25.0\n"
+        "print(json.dumps(peers.measure_peer_alone('speculators', 'tiny', options)))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "benchmarks",
+        env=other_trainers(tmp_path, "__import__('time').sleep(1000)"),
+    )
+    line = json.loads(run.stdout)
+    assert line["step_ms"] is None
+    assert line["notes"] == "failed: its process ended without figures, or was ended after 25 s"
+    assert "Timeout" in run.stderr
+    assert "peer_steps.py" in run.stderr
 
 
 def test_a_peer_without_figures_that_nobody_required_is_no_error():
