@@ -72,7 +72,9 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
 
         def step() -> None:
             row_step()
-            reducer.reduce(0)
+            with built.member.updating():
+                reducer.reduce(0)
+            built.member.await_update()
 
         with compilations() as compiled:
             milliseconds = median_ms(step, device, options.repeats)

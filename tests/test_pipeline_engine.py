@@ -3,6 +3,8 @@
 import gc
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from draftline.config import DeadlineConfig, OptimConfig
 from draftline.drafter.model import new_weights
-from draftline.drafter.worker import StepRecord
+from draftline.drafter.step import AccumulatingStep
+from draftline.drafter.supply import ChannelSupply, LocalSupply
+from draftline.drafter.worker import StepRecord, _Reading
 from draftline.pipeline import devices
 from draftline.pipeline.engine import Engine
+from draftline.pipeline.reduce import Member, Reducer
 from draftline.pipeline.state import ShardState
 from draftline.resilience.faults import Fault, armed
 from tests.pipeline_fixtures import SPEC, colocated, make_job, run_job
@@ -50,6 +55,36 @@ def test_the_split_into_rows_per_drafter_does_not_change_the_loss():
     together = run_job(make_job(1, 1, steps=2, rows_per_step=6))
     spread = run_job(make_job(1, 6, steps=2, rows_per_step=6))
     assert spread.losses == pytest.approx(together.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("in_one", [False, True], ids=["split", "colocated"])
+def test_a_step_is_updated_beside_the_next_row_which_waits_before_it_reads_a_weight(
+    in_one: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU the update has a stream of its own; here the order of calls that makes that right is watched."""
+    done: list[str] = []
+
+    def watch(owner: type, name: str, said: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (done.append(said), original(*a, **k))[1])
+
+    @contextmanager
+    def updating(member: Member) -> Iterator[None]:
+        done.append("updating")
+        yield
+        done.append("updated")
+
+    monkeypatch.setattr(Member, "updating", updating)
+    watch(Member, "await_update", "await")
+    watch(LocalSupply if in_one else ChannelSupply, "load", "load")
+    watch(AccumulatingStep, "replay", "row")
+    watch(Member, "mark", "mark")
+    watch(Reducer, "reduce", "reduce")
+    watch(_Reading, "__init__", "read")
+    job = make_job(steps=3, rows_per_step=2)
+    run_job(colocated(job, 1) if in_one else job)
+    step = ["load", "await", "row", "mark", "load", "row", "mark", "updating", "reduce", "read", "updated"]
+    assert done == 3 * step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,6 +17,7 @@ from draftline.compiling.graphs import LaunchedStep
 from draftline.config import OptimConfig
 from draftline.errors import StallError
 from draftline.optim import FlatParameters, ShardedAdamW
+from draftline.pipeline.devices import Place
 from draftline.pipeline.reduce import Meeting, Member, Reducer, StepOutcome, sum_in_order
 from draftline.pipeline.supervise import Abort, AbortedError, Supervisor
 
@@ -61,6 +62,7 @@ def train(size: int, steps: list[list[float]], dtype: torch.dtype = torch.float3
                 stats[index],
                 torch.zeros(()),
                 torch.zeros(12),
+                Place.on(CPU),
             ),
         )
     outcomes: list[list[StepOutcome]] = [[] for _ in range(size)]

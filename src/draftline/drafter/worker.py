@@ -117,16 +117,19 @@ class DrafterWorker:
         name, rows = threading.current_thread().name, self._schedule.rows_of_drafter(self._index, step)
         self._watchdog.beat(name, "step", rows[0])
         faults.point(name, "step", step)
-        lr = learning_rate(self._config, step, self._schedule.num_steps)
-        self._member.optimizer.lr.fill_(lr)
         num_tokens, first = 0, self._schedule.rows_of_step(step).start
         for index in rows:
             self._watchdog.beat(name, "step", index)
             row = self._supply.load(index)
+            if index == rows[0]:
+                self._member.await_update()  # this row's target forward ran beside it
             self._step.replay(first=index == rows[0])
             self._member.mark(index - first)
             num_tokens += row.starts[-1]
-        return _Reading(self._reducer.reduce(self._index), next(self._host), step, lr, num_tokens, rows)
+        lr = learning_rate(self._config, step, self._schedule.num_steps)
+        with self._member.updating():
+            self._member.optimizer.lr.fill_(lr)
+            return _Reading(self._reducer.reduce(self._index), next(self._host), step, lr, num_tokens, rows)
 
     def _report(self, record: StepRecord) -> None:
         figures = torch.cat([record.stats, record.marks, torch.tensor([record.grad_norm])])

@@ -135,12 +135,14 @@ def build_drafter(
     if num_float8:
         notes += (f"{name}: {num_float8} linear maps multiply in {job.plan.linears}",)
     finished = _accumulating(job, step, place, compile_function)
-    with optimizer.withheld():
-        update = _finish(optimizer.update, [optimizer], place, captured=captured)
+    place.settle()
+    beside = Place.on(place.device)
+    with beside.entered(), optimizer.withheld():
+        update = _finish(optimizer.update, [optimizer], beside, captured=captured)
     step.stats.zero_()  # the warm steps left theirs
     marks = torch.zeros(job.schedule.rows_per_step, device=place.device)
     square_sum = torch.zeros((), device=place.device)
-    member = Member(parameters, optimizer, update, step.stats, square_sum, marks)
+    member = Member(parameters, optimizer, update, step.stats, square_sum, marks, beside)
     return BuiltDrafter(finished, row, taps, member, notes)
 
 

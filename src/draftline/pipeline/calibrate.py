@@ -29,6 +29,7 @@ from draftline.pipeline.devices import Place, Replicas
 from draftline.pipeline.job import Job, max_documents
 from draftline.pipeline.placement import SideTimes
 from draftline.pipeline.plan import Plan
+from draftline.pipeline.reduce import Member
 from draftline.pipeline.schedule import Schedule
 from draftline.target.forward import decoder_layers
 from draftline.target.load import Target, build_model, wrap_target
@@ -141,12 +142,11 @@ def _calibrate(job: Job, apart: bool) -> Calibration:
             drafter = build_drafter(job, replicas, place, "calibration", 0, taps)
         if apart:
             drafter.taps.normal_()
-        member = drafter.member
         per_step = job.schedule.rows_per_drafter
         drafter_s = _median_s(
             lambda i: (drafter.row.load(rows[i]), drafter.step.replay(first=i % per_step == 0)), place
         )
-        update_s = _median_s(lambda _: (member.optimizer.square_sum(), member.update.replay()), place)
+        update_s = _median_s(lambda _: _update(drafter.member), place)
     return Calibration(
         target_s,
         drafter_s,
@@ -155,6 +155,14 @@ def _calibrate(job: Job, apart: bool) -> Calibration:
         target_peak,
         None if apart else _peak(device),
     )
+
+
+def _update(member: Member) -> None:
+    """Clipping and AdamW, with this thread's stream waiting for them."""
+    with member.updating():
+        member.optimizer.square_sum()
+        member.update.replay()
+    member.await_update()
 
 
 def _drop_layers(target: Target) -> None:

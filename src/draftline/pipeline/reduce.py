@@ -2,12 +2,15 @@
 
 Drafter m owns the m-th shard: it reads that shard's gradients from all drafters, adds them in drafter order,
 steps, and everyone copies the new shard back. A fixed order makes a run repeatable; device-to-device copies
-and events replace messages. Between the phases the threads meet, with a deadline.
+and events replace messages. Between the phases the threads meet, with a deadline. All of it can run on a stream of
+its own, beside the target's forward of the next row: see `Member.updating`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from draftline.compiling.graphs import Step
 from draftline.events import DeviceEvent
 from draftline.optim import FlatParameters, ShardedAdamW, pieces
+from draftline.pipeline.devices import Place
 from draftline.pipeline.supervise import Abort
 
 
@@ -63,6 +67,30 @@ class Member:
     stats: Tensor  # float32 [stats]; summed over the rows of the step
     square_sum: Tensor  # float32 []
     marks: Tensor  # float32 [rows of a step]; see `mark`
+    beside: Place
+    """Where `update` runs."""
+    _updated: DeviceEvent | None = field(default=None, init=False)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """On the stream of updates, after everything that this thread's stream has been given so far.
+
+        Nothing that a later row reads or writes may be touched on this thread's stream until `await_update`:
+        weights, gradients, `stats` and `marks`.
+        """
+        stream = self.beside.stream
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self.beside.entered():
+            yield
+            self._updated = stream.record_event()
+
+    def await_update(self) -> None:
+        """Let this thread's stream wait for the last `updating`; the host goes on."""
+        if self._updated is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._updated)
 
     def mark(self, place: int) -> None:
         """Note the loss sum after the row at `place` of the step: the first that is not finite is a bad row's."""

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -31,15 +32,19 @@ from draftline.data.document import Document  # noqa: E402
 from draftline.data.rows import RowShape, RowSource  # noqa: E402
 from draftline.drafter.step import distinct_windows  # noqa: E402
 from draftline.drafter.worker import StepRecord  # noqa: E402
-from draftline.pipeline import build  # noqa: E402
+from draftline.pipeline import build, engine  # noqa: E402
+from draftline.pipeline.devices import Place  # noqa: E402
 from draftline.pipeline.engine import Engine, Ready  # noqa: E402
 from draftline.pipeline.job import Job, max_documents  # noqa: E402
 from draftline.pipeline.plan import Plan  # noqa: E402
+from draftline.pipeline.reduce import Reducer, StepOutcome  # noqa: E402
 from draftline.pipeline.schedule import Schedule  # noqa: E402
 from draftline.target.load import Target  # noqa: E402
 from draftline.target.selftest import choose_form  # noqa: E402
 
 VOCAB, HIDDEN, BLOCK = 4096, 512, 16
+SLOW_CYCLES = 40_000_000
+"""About 20 ms of an H200; a row of these jobs takes a few."""
 
 
 class LengthMix:
@@ -196,6 +201,39 @@ def check_no_host_synchronisation(gpus: int) -> dict[str, Any]:
     return {"steps": watched[1] - watched[0], "loss": losses[-1]}
 
 
+class Slow(Reducer):
+    """Reductions that take long at both ends."""
+
+    def reduce(self, index: int) -> StepOutcome:
+        torch.cuda._sleep(SLOW_CYCLES)
+        outcome = super().reduce(index)
+        torch.cuda._sleep(SLOW_CYCLES)
+        return outcome
+
+
+def check_updates_beside_rows(gpus: int) -> dict[str, Any]:
+    """What is reduced and updated beside the next row gives the losses of updates in line, to the last bit, also when
+    it takes longer than that row's target forward; split and colocated."""
+    last = f"cuda:{gpus - 1}"
+    split = make_job(["cuda:0"] * 2, [last] * 2, 30, 4)
+    both = make_job(["cuda:0", last], ["cuda:0", last], 30, 4)
+    in_line = SimpleNamespace(on=lambda device: Place(device, torch.cuda.current_stream(device)))
+    outcome: dict[str, Any] = {}
+    for name, job in {
+        "split": split,
+        "colocated": replace(both, plan=replace(both.plan, mode="colocated")),
+    }.items():
+        beside = run(job)["losses"]
+        with mock.patch.object(engine, "Reducer", Slow):
+            slow = run(job)["losses"]
+        with mock.patch.object(build, "Place", in_line):
+            plain = run(job)["losses"]
+        assert beside == plain, f"{name}: updates beside rows differ from updates in line"
+        assert slow == plain, f"{name}: slow updates beside rows differ from updates in line"
+        outcome[name] = plain[-1]
+    return outcome
+
+
 class Launched(LaunchedStep[Any]):
     """What a captured step does, by launching its kernels at every replay."""
 
@@ -259,6 +297,7 @@ CHECKS = (
     check_five_and_three,
     check_drafter_counts,
     check_repeatable,
+    check_updates_beside_rows,
     check_no_host_synchronisation,
     check_captured_equals_launched,
     check_float8_captured_equals_launched,
