@@ -51,7 +51,7 @@ def main() -> None:
         torch.set_num_threads(os.cpu_count() or 1)
         place, replicas = Place.on(job.plan.targets[0]), Replicas(job.target)
         target = build_target(job, replicas, place, "target-0")
-        drafter = build_drafter(job, replicas, place, "drafter-0", 0, target.forward.out)
+        drafter = build_drafter(job, replicas, place, "drafter-0", 0, target.forward.states)
         rows = [job.source.row(i) for i in range(NUM_WARM + NUM_ROWS)]
 
         def run_target(row: int) -> None:

@@ -22,7 +22,7 @@ from draftline.data.rows import RowShape
 from draftline.data.synthetic import SyntheticStore
 from draftline.drafter.step import distinct_windows
 from draftline.pipeline.build import build_drafter
-from draftline.pipeline.calibrate import calibration_job, random_target
+from draftline.pipeline.calibrate import calibration_job, keep_head, random_target
 from draftline.pipeline.costs import DrafterCost
 from draftline.pipeline.devices import Place, Replicas
 from draftline.pipeline.memory import Sizes, drafter_worker
@@ -49,10 +49,11 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     windows = distinct_windows(spec) if on_cuda else ()
     rows = RowShape(options.tokens, options.blocks, spec.block_size, options.blocks, 7.0, windows)
     store = SyntheticStore(np.full(64, options.tokens), shape.vocab)
-    # one layer is enough of a target: the step reads its tables and its taps only
+    # one layer is enough of a target: the step reads its head and its states only
     target = random_target(TargetConfig(path=name), shape.target(num_layers=1), dtype, device)
     small = spec.model_copy(update={"target_layer_ids": (0,)})
     job = replace(calibration_job(target, small, plan, rows, store, options.chunk_rows), spec=spec)
+    keep_head(target)
     peak = matmul_peak(device)
     if on_cuda:
         torch.cuda.empty_cache()
@@ -65,7 +66,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         reducer.join(0, built.member)
         row = job.source.row(0)
         built.row.load(row)
-        torch.randn(built.taps.shape, out=built.taps) if not on_cuda else built.taps.normal_()
+        built.states.buffer.normal_()
 
         def row_step() -> None:
             built.step.replay(first=True)
@@ -93,8 +94,8 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         options.chunk_rows,
         rows_per_step=1,
     )
-    tables = (1 if shape.tied else 2) * shape.vocab * shape.hidden * dtype.itemsize
-    counted_memory = drafter_worker(cost, sizes, 1, split=True).total + tables
+    head = shape.vocab * shape.hidden * dtype.itemsize
+    counted_memory = drafter_worker(cost, sizes, 1, split=True).total + head
     peak = max(peak, matmul_peak(device))
     flops = cost.flops(options.tokens)
     return {

@@ -81,14 +81,14 @@ class Model:
         slot = self._channel(index).acquire(index)
         assert id(slot) not in self.held, f"row {index} got the slot of row {self.held[id(slot)]}"
         self.held[id(slot)] = index
-        slot.taps.fill_(index)
+        slot.buffer.fill_(index)
 
     def publish(self, index: int) -> None:
         self._channel(index).publish(ROWS[index])
 
     def take(self, index: int) -> None:
         taken, slot = self._channel(index).take(index)
-        assert taken.index == index == slot.taps.item() == self.held[id(slot)]
+        assert taken.index == index == slot.buffer.item() == self.held[id(slot)]
         self.learned[self.schedule.drafter_of(index)].append(index)
 
     def release(self, index: int) -> None:
@@ -158,14 +158,14 @@ def test_threads_in_any_rhythm_hand_over_every_row_in_order(seed: int):
         for index in schedule.rows_of_target(producer):
             ring = rings[schedule.drafter_of(index)]
             pause()
-            ring.acquire(index).taps.fill_(index)
+            ring.acquire(index).buffer.fill_(index)
             ring.publish(replace(ROWS[0], index=index))
 
     def consume(consumer: int) -> None:
         for index in schedule.rows_of_drafter(consumer, 0):
             _, slot = rings[consumer].take(index)
             pause()
-            learned[consumer].append(slot.taps.item())
+            learned[consumer].append(slot.buffer.item())
             rings[consumer].release()
 
     def pause() -> None:

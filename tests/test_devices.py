@@ -9,9 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3Config
 
+from draftline.config import TargetConfig
 from draftline.pipeline import calibrate
-from draftline.pipeline.devices import copy_to
+from draftline.pipeline.calibrate import keep_head, random_target
+from draftline.pipeline.devices import Replicas, copy_to
+from draftline.target.load import wrap_target
 from tests.target_families import model
 
 
@@ -35,6 +39,48 @@ def test_a_copy_computes_the_same_with_tensors_of_its_own_and_keeps_its_ties():
     assert not {x.data_ptr() for x in ours.values()} & {x.data_ptr() for x in theirs.values()}
     assert not any(x.requires_grad for x in ours.values())
     assert copied.get_parameter("lm_head.weight") is copied.get_parameter("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_drafter_away_from_its_target_gets_the_head_and_nothing_else(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
+    target = wrap_target("here", model(family), cast("Any", None))
+    moved: list[Tensor] = []
+    to = Tensor.to
+
+    def spy(tensor: Tensor, *given: Any, **rest: Any) -> Tensor:
+        moved.append(tensor)
+        return to(tensor, *given, **rest)
+
+    monkeypatch.setattr(Tensor, "to", spy)
+    replicas, elsewhere = Replicas(target), torch.device("meta")
+    head = replicas.head(elsewhere)
+    assert head.device == elsewhere
+    assert [tensor.data_ptr() for tensor in moved] == [target.head.data_ptr()]
+    assert replicas.head(elsewhere) is head, "two drafters there share it"
+    assert replicas.head(target.device).data_ptr() == target.head.data_ptr()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_the_head_of_a_target_is_kept_where_a_device_cannot_hold_more(tied: bool):
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=tied,
+    )
+    target = random_target(TargetConfig(path="tiny"), config, torch.float32, torch.device("cpu"))
+    before = target.head.clone()
+    keep_head(target)
+    assert torch.equal(target.head, before)
+    sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
+    assert sum(sizes.values()) == before.nbytes
+    assert (target.embedding.untyped_storage().nbytes() > 0) == tied
 
 
 def test_the_profiler_is_started_by_the_thread_that_asks_for_the_times(monkeypatch: pytest.MonkeyPatch):

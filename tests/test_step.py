@@ -17,10 +17,12 @@ from draftline.data.document import Document
 from draftline.data.rows import Row, RowShape, row_from_documents
 from draftline.data.transfer import DeviceRow
 from draftline.drafter.attention import sdpa_attend
+from draftline.drafter.blocks import opening_tokens
 from draftline.drafter.mask import block_mask_dense
 from draftline.drafter.model import Drafter
 from draftline.drafter.step import AccumulatingStep, DrafterStep
 from draftline.optim import FlatParameters
+from draftline.target.states import TargetStates
 from tests.oracles.tiny import random_drafter, tiny_spec
 
 BLOCK, VOCAB = 8, 97
@@ -90,14 +92,16 @@ def step_over(spec: DrafterSpec, rows: list[Row], chunk_rows: int = 1024) -> Tot
     drafter, frozen = random_drafter(spec), Frozen.of(spec)
     parameters = FlatParameters(drafter, 1, torch.float64)
     cpu = torch.device("cpu")
-    device_row, taps = DeviceRow(rows[0], cpu), frozen.taps(rows[0])
-    step = DrafterStep(
-        drafter, parameters, frozen.embedding, frozen.head, device_row, taps, "sdpa", chunk_rows
-    )
+    device_row = DeviceRow(rows[0], cpu)
+    shape = len(rows[0].input_ids), spec.num_taps, len(rows[0].anchors), spec.hidden_size
+    states = TargetStates.zeros(*shape, like=frozen.head)
+    step = DrafterStep(drafter, parameters, frozen.head, device_row, states, "sdpa", chunk_rows)
     whole = AccumulatingStep(LaunchedStep(step.run), parameters.write, parameters.accumulate)
     for order, row in enumerate(rows):
         device_row.load(row)
-        taps.copy_(frozen.taps(row))
+        states.taps.copy_(frozen.taps(row))
+        openings = opening_tokens(row.input_ids, row.anchors, row.anchor_valid, spec.mask_token_id)
+        states.token_rows.copy_(frozen.embedding[openings])
         whole.replay(first=order == 0)
     return Totals(step.stats, parameters.layout.views(parameters.gradients))
 

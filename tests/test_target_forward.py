@@ -69,6 +69,27 @@ def test_taps_are_the_outputs_of_their_layers_in_the_given_order(family: str, fo
         torch.testing.assert_close(taps[document], expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("family", "form"), [("qwen3", "packed"), ("gemma3", "batched")])
+def test_the_raw_embedding_rows_of_a_rows_blocks_come_with_its_taps(family: str, form: Form):
+    target, mask, num_blocks = model(family), 7, 8
+    forward = TappedForward(target, TAPS, BUDGET, 8, form, num_blocks=num_blocks, mask_token_id=mask)
+    weight = target.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    places = forward.states.token_rows.data_ptr()
+    for lengths in ((40, 50), (3,)):  # the second has no room for all blocks
+        loaded = row(*lengths)
+        forward.load(loaded)
+        taps = forward.run()
+        valid = loaded.anchor_valid
+        rows = forward.states.token_rows
+        assert torch.equal(rows[:-1][valid], weight[loaded.input_ids[loaded.anchors[valid]]])
+        assert torch.equal(rows[:-1][~valid], weight[mask].expand(int((~valid).sum()), -1))
+        assert torch.equal(rows[-1], weight[mask])
+        assert torch.equal(forward.states.buffer, torch.cat([taps.flatten(), rows.flatten()]))
+    assert not valid.all()
+    assert rows.data_ptr() == places
+
+
 @pytest.mark.parametrize(("family", "form"), FORMS)
 def test_padding_tokens_hold_finite_states(family: str, form: Form):
     loaded = row(37, 61)

@@ -9,6 +9,27 @@ import torch
 from torch import Tensor
 
 
+def opening_tokens(input_ids: Tensor, anchors: Tensor, anchor_valid: Tensor, mask_token_id: int) -> Tensor:
+    """The tokens that all blocks are made of: the first of each block, then the mask token once.
+
+    Args:
+        input_ids: int64 [T], the row (or the text so far, when decoding).
+        anchors: int64 [A], offsets into `input_ids`.
+        anchor_valid: bool [A]; a block that is not valid begins with the mask token too.
+
+    Returns:
+        int64 [A + 1].
+    """
+    first = torch.where(anchor_valid, input_ids[anchors], mask_token_id)
+    return torch.cat([first, first.new_full((1,), mask_token_id)])
+
+
+def lay_out_blocks(openings: Tensor, block_size: int) -> Tensor:
+    """What belongs to the `opening_tokens`, [A + 1, ...], at every slot of the blocks, [A, B, ...]."""
+    first, mask = openings[:-1, None], openings[-1:, None]
+    return torch.cat([first, mask.expand(len(first), block_size - 1, *mask.shape[2:])], dim=1)
+
+
 def block_token_ids(
     input_ids: Tensor, anchors: Tensor, anchor_valid: Tensor, mask_token_id: int, block_size: int
 ) -> Tensor:
@@ -22,9 +43,7 @@ def block_token_ids(
     Returns:
         int64 [A, B].
     """
-    first = torch.where(anchor_valid, input_ids[anchors], mask_token_id)  # [A]
-    masks = first.new_full((anchors.shape[0], block_size - 1), mask_token_id)
-    return torch.cat([first[:, None], masks], dim=1)
+    return lay_out_blocks(opening_tokens(input_ids, anchors, anchor_valid, mask_token_id), block_size)
 
 
 def block_positions(positions: Tensor, anchors: Tensor, block_size: int) -> Tensor:

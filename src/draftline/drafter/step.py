@@ -1,7 +1,7 @@
 """One drafter's work on one row: forward, loss, backward. No decision, no allocation by data.
 
-The step reads its row and taps at fixed addresses, so that on CUDA the whole of it is one graph. What is compiled
-is given by the caller; on a CPU nothing is.
+The step reads its row and the target's states at fixed addresses, so that on CUDA the whole of it is one graph. What
+is compiled is given by the caller; on a CPU nothing is.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftline.compiling.graphs import Step
 from draftline.config import DrafterSpec
 from draftline.data.transfer import DeviceRow
 from draftline.drafter.attention import Attend, flex_attend, kernel_options
-from draftline.drafter.blocks import block_positions, block_token_ids
+from draftline.drafter.blocks import block_positions, lay_out_blocks
 from draftline.drafter.flash import Bounds, context_bounds, flash_attend
 from draftline.drafter.flash_proof import prove_flash
 from draftline.drafter.loss import cross_entropy_chunk, frozen_head_loss
@@ -26,6 +25,7 @@ from draftline.drafter.model import Drafter
 from draftline.drafter.stats import row_stats, stats_size
 from draftline.drafter.tiled import query_tiles, tiled_attend
 from draftline.optim import FlatParameters
+from draftline.target.states import TargetStates
 
 Backend = Literal["flex", "flash", "sdpa"]
 """flex and flash read tables of tiles; sdpa is dense."""
@@ -43,10 +43,9 @@ def distinct_windows(spec: DrafterSpec) -> tuple[Window, ...]:
     return tuple(dict.fromkeys(layer_windows(spec)))
 
 
-def embed_blocks(row: DeviceRow, spec: DrafterSpec, embedding: Tensor, dtype: torch.dtype) -> Tensor:
-    """The target's raw embedding rows of every block token, scaled, [A * B, D]."""
-    ids = block_token_ids(row.input_ids, row.anchors, row.anchor_valid, spec.mask_token_id, spec.block_size)
-    return F.embedding(ids.flatten(), embedding).to(dtype) * spec.input_embedding_scale
+def embed_blocks(token_rows: Tensor, spec: DrafterSpec, dtype: torch.dtype) -> Tensor:
+    """The target's raw embedding rows of every block token, scaled, [A * B, D]; of `TargetStates.token_rows`."""
+    return lay_out_blocks(token_rows, spec.block_size).flatten(0, 1).to(dtype) * spec.input_embedding_scale
 
 
 class AccumulatingStep:
@@ -76,23 +75,23 @@ class DrafterStep:
         self,
         drafter: Drafter,
         parameters: FlatParameters,
-        embedding: Tensor,  # [V, D]
         head: Tensor,  # [V, D]
         row: DeviceRow,
-        taps: Tensor,  # [T, K * D]
+        states: TargetStates,
         backend: Backend,
         chunk_rows: int,
         compile_function: Compile | None = None,
     ) -> None:
-        self.drafter, self.parameters, self.row, self.taps = drafter, parameters, row, taps
+        self.drafter, self.parameters, self.row, self.states = drafter, parameters, row, states
         self.spec = drafter.spec
         self.backend: Backend = backend
-        self.embedding, self.head = embedding, head
+        self.head = head
         self.chunk_rows = chunk_rows
         self.dtype = parameters.weights.dtype
-        capability = torch.cuda.get_device_capability(taps.device) if taps.is_cuda else None
+        device = head.device
+        capability = torch.cuda.get_device_capability(device) if head.is_cuda else None
         self._kernel_options = kernel_options(self.spec.head_dim, capability)
-        self.stats = torch.zeros(stats_size(self.spec.block_size), device=taps.device)
+        self.stats = torch.zeros(stats_size(self.spec.block_size), device=device)
         self._hidden: Callable[..., Tensor] = self.hidden
         self._chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = cross_entropy_chunk
         if compile_function is not None:
@@ -104,8 +103,8 @@ class DrafterStep:
         row = self.row
         blocks = block_positions(row.positions, row.anchors, self.spec.block_size)
         return self.drafter(
-            embed_blocks(row, self.spec, self.embedding, self.dtype),
-            self.taps.to(self.dtype),
+            embed_blocks(self.states.token_rows, self.spec, self.dtype),
+            self.states.taps.to(self.dtype),
             row.positions,
             blocks.flatten(),
             self._attend(),

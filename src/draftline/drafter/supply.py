@@ -17,24 +17,25 @@ from draftline.errors import StallError
 from draftline.pipeline.channel import Channel
 from draftline.resilience import faults
 from draftline.target.forward import TappedForward
+from draftline.target.states import TargetStates
 
 
 class Supply(Protocol):
-    """Brings rows to the addresses that a drafter's step reads."""
+    """Brings rows, and the target's states of them, to the addresses that a drafter's step reads."""
 
     wait_s: float
     """Seconds spent waiting for rows."""
 
     def load(self, index: int) -> Row:
-        """Put row `index` and its taps in place, on the current stream."""
+        """Put row `index` and its states in place, on the current stream."""
         ...
 
 
 class ChannelSupply:
-    """Split placement: the taps come from target workers."""
+    """Split placement: the states come from target workers."""
 
-    def __init__(self, channel: Channel, device_row: DeviceRow, taps: Tensor) -> None:
-        self._channel, self._device_row, self._taps = channel, device_row, taps
+    def __init__(self, channel: Channel, device_row: DeviceRow, states: TargetStates) -> None:
+        self._channel, self._device_row, self._buffer = channel, device_row, states.buffer
         self.wait_s = 0.0
 
     def load(self, index: int) -> Row:
@@ -42,10 +43,10 @@ class ChannelSupply:
         begin = time.monotonic()
         row, slot = self._channel.take(index)
         self.wait_s += time.monotonic() - begin
-        device = self._taps.device
+        device = self._buffer.device
         if slot.written is not None:
             torch.cuda.current_stream(device).wait_event(slot.written)
-        self._taps.copy_(slot.taps, non_blocking=True)
+        self._buffer.copy_(slot.buffer, non_blocking=True)
         if device.type == "cuda":
             slot.consumed = torch.cuda.current_stream(device).record_event()
         self._channel.release()
@@ -63,7 +64,7 @@ class LocalSupply:
         self.wait_s = 0.0
 
     def load(self, index: int) -> Row:
-        """See `Supply`. The step reads `forward.out` itself."""
+        """See `Supply`. The step reads `forward.states` itself."""
         begin = time.monotonic()
         row = self._feed.next()
         self.wait_s += time.monotonic() - begin

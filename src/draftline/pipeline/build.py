@@ -32,6 +32,7 @@ from draftline.pipeline.job import Job
 from draftline.pipeline.reduce import Member
 from draftline.pipeline.state import ShardState, TrainingState, cut_shard
 from draftline.target.forward import TappedForward
+from draftline.target.states import TargetStates
 
 T = TypeVar("T")
 RECOMPUTE = {"ban_recompute_used_far_apart": False, "ban_recompute_materialized_backward": False}
@@ -62,7 +63,7 @@ class BuiltDrafter:
 
     step: AccumulatingStep
     row: DeviceRow
-    taps: Tensor  # [T, K * D]
+    states: TargetStates
     member: Member
     notes: tuple[str, ...]
 
@@ -85,6 +86,8 @@ def build_target(job: Job, replicas: Replicas, place: Place, name: str) -> Built
         job.shape.token_budget,
         job.max_documents,
         job.form,
+        num_blocks=job.shape.block_budget,
+        mask_token_id=job.spec.mask_token_id,
         flash=job.plan.backend == "flash",
     )
     captured = place.stream is not None and job.form == "packed"
@@ -99,9 +102,9 @@ def build_target(job: Job, replicas: Replicas, place: Place, name: str) -> Built
 
 
 def build_drafter(
-    job: Job, replicas: Replicas, place: Place, name: str, index: int, shared_taps: Tensor | None
+    job: Job, replicas: Replicas, place: Place, name: str, index: int, shared: TargetStates | None
 ) -> BuiltDrafter:
-    """One drafter: weights, optimizer shard, step. `shared_taps` is a colocated target's output buffer.
+    """One drafter: weights, optimizer shard, step. `shared` is what a colocated target writes to.
 
     Raises:
         AttentionFallbackError: the attention that ran in a warm step is not the one that was promised.
@@ -114,19 +117,17 @@ def build_drafter(
     drafter = drafter_of(job.spec, _first_weights(job, replicas))
     num_float8 = set_linears(drafter, job.plan.linears)
     parameters, optimizer = _trained(job, drafter, place, index, compile_function)
-    embedding, head = replicas.tables(place.device)
-    width = job.spec.num_taps * job.spec.hidden_size
-    taps = shared_taps
-    if taps is None:
-        taps = torch.zeros(job.shape.token_budget, width, device=place.device, dtype=embedding.dtype)
+    spec, head = job.spec, replicas.head(place.device)
+    states = shared or TargetStates.zeros(
+        job.shape.token_budget, spec.num_taps, job.shape.block_budget, spec.hidden_size, head
+    )
     row = DeviceRow(job.source.row(job.schedule.first_row), place.device)
     step = DrafterStep(
         drafter,
         parameters,
-        embedding,
         head.to(job.plan.drafter_dtype),
         row,
-        taps,
+        states,
         job.plan.backend,
         job.loss.chunk_rows,
         compile_function,
@@ -143,7 +144,7 @@ def build_drafter(
     marks = torch.zeros(job.schedule.rows_per_step, device=place.device)
     square_sum = torch.zeros((), device=place.device)
     member = Member(parameters, optimizer, update, step.stats, square_sum, marks, beside)
-    return BuiltDrafter(finished, row, taps, member, notes)
+    return BuiltDrafter(finished, row, states, member, notes)
 
 
 def _first_weights(job: Job, replicas: Replicas) -> Mapping[str, Tensor]:

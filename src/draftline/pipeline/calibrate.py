@@ -31,7 +31,6 @@ from draftline.pipeline.placement import SideTimes
 from draftline.pipeline.plan import Plan
 from draftline.pipeline.reduce import Member
 from draftline.pipeline.schedule import Schedule
-from draftline.target.forward import decoder_layers
 from draftline.target.load import Target, build_model, wrap_target
 from draftline.target.selftest import choose_form
 
@@ -104,8 +103,8 @@ def calibrate(job: Job, *, apart: bool = False) -> Calibration:
     """Build both workers of `job` and time them, in a thread of its own as in a run.
 
     Args:
-        apart: for a device that cannot hold both: the target's layers are thrown away once they are timed, and the
-            drafter reads random taps.
+        apart: for a device that cannot hold both: the target's weights are thrown away once they are timed, and the
+            drafter reads random states.
 
     Raises:
         AttentionFallbackError: the drafter's attention is not the promised kernel.
@@ -133,15 +132,15 @@ def _calibrate(job: Job, apart: bool) -> Calibration:
         with gate.compiling("calibration", deadline_s=job.deadlines.startup_timeout_s):
             target = build_target(job, replicas, place, "calibration")
         target_s = _median_s(lambda i: (target.forward.load(rows[i]), target.step.replay()), place)
-        target_peak, taps = _peak(device), target.forward.out
+        target_peak, states = _peak(device), target.forward.states
         if apart:
-            taps = None
+            states = None
             del target
-            _drop_layers(job.target)
+            keep_head(job.target)
         with gate.compiling("calibration", deadline_s=job.deadlines.startup_timeout_s):
-            drafter = build_drafter(job, replicas, place, "calibration", 0, taps)
+            drafter = build_drafter(job, replicas, place, "calibration", 0, states)
         if apart:
-            drafter.taps.normal_()
+            drafter.states.buffer.normal_()
         per_step = job.schedule.rows_per_drafter
         drafter_s = _median_s(
             lambda i: (drafter.row.load(rows[i]), drafter.step.replay(first=i % per_step == 0)), place
@@ -165,11 +164,13 @@ def _update(member: Member) -> None:
     member.await_update()
 
 
-def _drop_layers(target: Target) -> None:
-    """Give back the memory of the decoder's layers; embedding and head stay."""
-    for layer in decoder_layers(target.model)[2]:
-        for parameter in layer.parameters():
-            parameter.data = parameter.data.new_empty(0)
+def keep_head(target: Target) -> None:
+    """Give back the memory of all weights but the head, which is all that a drafter reads; the target cannot run any
+    more."""
+    head = target.head.untyped_storage().data_ptr()
+    for weight in target.model.parameters():
+        if weight.untyped_storage().data_ptr() != head:
+            weight.untyped_storage().resize_(0)
     gc.collect()
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

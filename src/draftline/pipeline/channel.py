@@ -18,9 +18,9 @@ from draftline.pipeline.supervise import Abort
 
 @dataclass
 class Slot:
-    """Room for one row's taps on the drafter's device, and what tells the streams when it may be touched."""
+    """Room for one row's states on the drafter's device, and what tells the streams when it may be touched."""
 
-    taps: Tensor  # [tokens, K * D]
+    buffer: Tensor  # that of `TargetStates`
     written: DeviceEvent | None = None
     """Recorded by the producer's stream; the drafter's stream waits for it."""
     consumed: DeviceEvent | None = None
@@ -61,7 +61,7 @@ class Channel:
         return self._slots[order % len(self._slots)]
 
     def publish(self, row: Row) -> None:
-        """Hand over a row whose taps are in its slot (or on their way there, see `Slot.written`)."""
+        """Hand over a row whose states are in its slot (or on their way there, see `Slot.written`)."""
         with self._condition:
             self._published[row.index] = row
             self._condition.notify_all()

@@ -23,8 +23,8 @@ class TargetCost:
 
     num_weights: int
     """Of the whole model; tied tables once."""
-    table_weights: int
-    """Of embedding and head, which every drafter device holds; tied tables once."""
+    head_weights: int
+    """Which every drafter device holds."""
     active_weights: int
     """That one token passes in the layers up to the last tap; of mixtures, only the experts it is sent to."""
     attention_width: int
@@ -43,11 +43,10 @@ def count_target(model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> T
     _, _, layers = decoder_layers(model)
     used = list(layers)[: max(target_layer_ids) + 1]
     share = _active_share(text)
-    embedding, head = tables_of(model)
-    tied = bool(getattr(text, "tie_word_embeddings", False))
+    head = tables_of(model)[1]
     return TargetCost(
         num_weights=sum(p.numel() for p in model.parameters()) - (head.numel() if _twice(model) else 0),
-        table_weights=embedding.numel() + (0 if tied else head.numel()),
+        head_weights=head.numel(),
         active_weights=sum(_active(layer, share) for layer in used),
         attention_width=text.num_attention_heads * head_dim(text) * sum(_attends(layer) for layer in used),
         widest=max(_widest(layer, share) for layer in used),

@@ -63,9 +63,7 @@ class Replicas:
         self._target = target
         self._lock = threading.Lock()
         self._models: dict[torch.device, PreTrainedModel] = {target.device: target.model}
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {
-            target.device: (target.embedding, target.head)
-        }
+        self._heads: dict[torch.device, Tensor] = {target.device: target.head}
         self._initial: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def initial_weights(self, spec: DrafterSpec, seed: int) -> dict[str, Tensor]:
@@ -89,18 +87,15 @@ class Replicas:
                 self._settle(device)
             return self._models[device]
 
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Embedding and head [V, D] on `device`, for a drafter there."""
+    def head(self, device: torch.device) -> Tensor:
+        """The target's head [V, D] on `device`, for a drafter there."""
         with self._lock:
             if device in self._models:
-                model = self._models[device]
-                self._tables[device] = tables_of(model)
-            elif device not in self._tables:
-                embedding = self._target.embedding.to(device)
-                tied = self._target.head.data_ptr() == self._target.embedding.data_ptr()
-                self._tables[device] = embedding, embedding if tied else self._target.head.to(device)
+                self._heads[device] = tables_of(self._models[device])[1]
+            elif device not in self._heads:
+                self._heads[device] = self._target.head.to(device)
                 self._settle(device)
-            return self._tables[device]
+            return self._heads[device]
 
     @staticmethod
     def _settle(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from draftline.compiling import gate, tripwire
@@ -235,8 +236,8 @@ class Engine:
                 target = (
                     build_target(job, self._replicas, place, name) if job.plan.mode == "colocated" else None
                 )
-                taps = target.forward.out if target else None
-                built = build_drafter(job, self._replicas, place, name, index, taps)
+                shared = target.forward.states if target else None
+                built = build_drafter(job, self._replicas, place, name, index, shared)
                 self._reducer.join(index, built.member)
                 supply = self._supply(index, built, target)
             self._line_up(name, built.notes + (target.notes if target else ()))
@@ -264,11 +265,11 @@ class Engine:
         if target is not None:
             feed = self._feed(job.schedule.rows_of_target(index))
             return LocalSupply(feed, target.forward, target.step, built.row)
-        slots = [Slot(built.taps.new_zeros(built.taps.shape)) for _ in range(job.plan.channel_slots)]
+        slots = [Slot(torch.zeros_like(built.states.buffer)) for _ in range(job.plan.channel_slots)]
         first = job.schedule.first_row_of_drafter(index)
         stride = len(job.plan.drafters)
         self._channels[index] = Channel(slots, first, stride, self.abort, self._wait_s)
-        return ChannelSupply(self._channels[index], built.row, built.taps)
+        return ChannelSupply(self._channels[index], built.row, built.states)
 
     def _feed(self, indices: Iterator[int]) -> RowFeed:
         return RowFeed(self._loader, indices, self._wait_s)

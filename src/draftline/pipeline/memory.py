@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from draftline.pipeline.costs import DrafterCost, TargetCost
+from draftline.target.states import num_states
 from draftline.target.worker import NUM_STAGES
 
 HEADROOM = 0.07
@@ -71,7 +72,7 @@ def device_memory(
         if device in targets:
             used[device] += Memory({"target weights": target.num_weights * sizes.target_bytes})
         else:
-            used[device] += Memory({"embedding and head": target.table_weights * sizes.target_bytes})
+            used[device] += Memory({"target's head": target.head_weights * sizes.target_bytes})
     for device in targets:
         used[device] += target_worker(target, drafter, sizes, split=split)
     for device in drafters:
@@ -81,20 +82,20 @@ def device_memory(
 
 def target_worker(cost: TargetCost, drafter: DrafterCost, sizes: Sizes, *, split: bool) -> Memory:
     """One target worker, without the weights."""
-    taps = _taps(drafter, sizes)
+    states = _states(drafter, sizes)
     # of one layer, which frees its values before the next begins
     return Memory(
         {
             "target activations": drafter.tokens
             * (cost.widest + 3 * drafter.spec.hidden_size)
             * sizes.target_bytes,
-            "taps": taps * (1 + (NUM_STAGES if split else 0)),
+            "target states": states * (1 + (NUM_STAGES if split else 0)),
         }
     )
 
 
 def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, split: bool) -> Memory:
-    """One drafter worker, without the target's tables."""
+    """One drafter worker, without the target's head."""
     weights, spec = drafter.num_weights, drafter.spec
     queries = drafter.blocks * spec.block_size
     keys = drafter.tokens + queries
@@ -121,9 +122,9 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
             "attention sums": _attention_sums(drafter, queries, keys) if sizes.flash else 0,
             # a row's gradients take the place of the activations that backward has used
             "row gradients": max(0, weights * sizes.drafter_bytes - activations - loss),
-            "taps": _taps(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,
+            "target states": _states(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,
             # the target's own where the types agree
-            "head": spec.vocab_size * spec.hidden_size * sizes.drafter_bytes
+            "head in the drafter's type": spec.vocab_size * spec.hidden_size * sizes.drafter_bytes
             if sizes.drafter_bytes != sizes.target_bytes
             else 0,
         }
@@ -136,6 +137,7 @@ def _attention_sums(drafter: DrafterCost, queries: int, keys: int) -> int:
     return FLOAT32 * (queries * drafter.query_width + shared * 2 * keys * drafter.key_width)
 
 
-def _taps(drafter: DrafterCost, sizes: Sizes) -> int:
+def _states(drafter: DrafterCost, sizes: Sizes) -> int:
     spec = drafter.spec
-    return drafter.tokens * spec.num_taps * spec.hidden_size * sizes.target_bytes
+    vectors = num_states(drafter.tokens, spec.num_taps, drafter.blocks)
+    return vectors * spec.hidden_size * sizes.target_bytes

@@ -25,6 +25,7 @@ from draftline.pipeline.plan import available_devices
 from draftline.resilience.badstep import SavedStep, read_bad_step
 from draftline.target.forward import TappedForward
 from draftline.target.load import Target, load_target
+from draftline.target.states import TargetStates
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,10 @@ def replay(folder: Path) -> Replay:
         saved.config.rows.token_budget,
         max(len(row.documents) for row in saved.rows),
         saved.form,
+        num_blocks=len(saved.rows[0].anchors),
+        mask_token_id=saved.spec.mask_token_id,
     )
-    step = _step(saved, target, forward.out)
+    step = _step(saved, target, forward.states)
     return Replay(
         step=saved.step,
         weights=tuple(name for name, tensor in saved.weights.items() if not tensor.isfinite().all()),
@@ -98,16 +101,15 @@ def replay(folder: Path) -> Replay:
     )
 
 
-def _step(saved: SavedStep, target: Target, taps: Tensor) -> DrafterStep:
+def _step(saved: SavedStep, target: Target, states: TargetStates) -> DrafterStep:
     drafter = drafter_of(saved.spec, saved.weights)
     dtype = next(iter(saved.weights.values())).dtype
     return DrafterStep(
         drafter,
         FlatParameters(drafter, 1, dtype, device=target.device),
-        target.embedding,
         target.head.to(dtype),
         DeviceRow(saved.rows[0], target.device),
-        taps,
+        states,
         "sdpa",
         saved.config.loss.chunk_rows,
     )

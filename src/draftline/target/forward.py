@@ -1,9 +1,9 @@
 """The target's forward over one row, up to the last tap, into a preallocated buffer.
 
-Two forms, both exact. *Packed*: the whole row at once through document-isolated attention, for targets whose
-layers all attend. *Batched*: documents as lines of a right-padded batch without a mask, which causality makes
-exact for every architecture, recurrent layers included. Which one runs is decided at start by a self-test on
-the user's own target and shown.
+Beside the taps it looks up the embedding rows that the row's blocks are made of. There are two forms, both exact.
+*Packed*: the whole row at once through document-isolated attention, for targets whose layers all attend. *Batched*:
+documents as lines of a right-padded batch without a mask, which causality makes exact for every architecture,
+recurrent layers included. Which one runs is decided at start by a self-test on the user's own target and shown.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftline.data.rows import Row
 from draftline.data.transfer import StagedBuffer
+from draftline.drafter.blocks import opening_tokens
 from draftline.errors import ConfigError
 from draftline.target.attention import ATTENTION_NAME, Packing, attach, choose_kernel
 from draftline.target.load import text_config
+from draftline.target.states import TargetStates
 
 Form = Literal["packed", "batched"]
 MIN_BUCKET = 32
@@ -49,7 +52,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
 
 
 class TappedForward:
-    """One worker's target: writes the taps of a row to `out` [tokens, K * D].
+    """One worker's target: writes the taps of a row to `out` [tokens, K * D], and all of its `states`.
 
     Not thread safe; each worker builds its own on shared weights (`share_weights`).
     """
@@ -62,18 +65,25 @@ class TappedForward:
         max_documents: int,
         form: Form,
         *,
+        num_blocks: int = 0,
+        mask_token_id: int = 0,
         flash: bool = False,
     ) -> None:
-        """`flash`: attend by FlashAttention 4 where the form is packed and the type half precision."""
+        """Allocate what rows need.
+
+        Args:
+            num_blocks: of every row whose blocks a drafter will read; 0 where only taps are wanted.
+            flash: attend by FlashAttention 4 where the form is packed and the type half precision.
+        """
         self.form = form
         self.body, self.layers = _truncate(share_weights(model), max(target_layer_ids) + 1)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
         self.device, hidden = weight.device, weight.shape[1]
-        self.out = torch.zeros(
-            token_budget, len(target_layer_ids) * hidden, device=self.device, dtype=weight.dtype
-        )
-        self._inputs = StagedBuffer(_empty_inputs(token_budget, max_documents), self.device)
+        self._embedding, self._num_blocks, self._mask_token_id = weight.detach(), num_blocks, mask_token_id
+        self.states = TargetStates.zeros(token_budget, len(target_layer_ids), num_blocks, hidden, weight)
+        self.out = self.states.taps
+        self._inputs = StagedBuffer(_empty_inputs(token_budget, max_documents, num_blocks), self.device)
         tensors = self._inputs.tensors
         self.input_ids, self.positions = tensors["input_ids"][None], tensors["positions"][None]  # [1, tokens]
         self.packing = Packing(
@@ -113,18 +123,22 @@ class TappedForward:
     def load(self, row: Row) -> None:
         """Bring a row to the device, at fixed addresses."""
         self._row = row
+        anchors, valid = row.anchors[: self._num_blocks], row.anchor_valid[: self._num_blocks]
         self._inputs.load(
             {
                 "input_ids": row.input_ids,
                 "positions": row.positions,
                 "document_ids": row.document_ids,
                 "cu_seqlens": _padded_bounds(row, self.packing),
+                "openings": opening_tokens(row.input_ids, anchors, valid, self._mask_token_id),
             }
         )
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Compute the loaded row's taps; returns `out` [tokens, K * D]. Padding tokens hold finite values."""
+        """Compute the loaded row's `states`; returns its taps, `out` [tokens, K * D]. Padding tokens hold finite
+        values."""
+        self.states.token_rows.copy_(F.embedding(self._inputs.tensors["openings"], self._embedding))
         if self.form == "packed":
             self.packing.masks.clear()  # here and not in `load`, so that a captured run makes them anew
             self.body(input_ids=self.input_ids, position_ids=self.positions, use_cache=False)
@@ -156,13 +170,14 @@ def _truncate(model: PreTrainedModel, num_layers: int) -> tuple[PreTrainedModel,
     return body, kept
 
 
-def _empty_inputs(token_budget: int, max_documents: int) -> dict[str, Tensor]:
+def _empty_inputs(token_budget: int, max_documents: int, num_blocks: int) -> dict[str, Tensor]:
     """What a row brings to the device, before any row has come."""
     return {
         "input_ids": torch.zeros(token_budget, dtype=torch.int64),
         "positions": torch.zeros(token_budget, dtype=torch.int64),
         "document_ids": torch.zeros(token_budget, dtype=torch.int32),
         "cu_seqlens": torch.full((max_documents + 2,), token_budget, dtype=torch.int32),
+        "openings": torch.zeros(num_blocks + 1, dtype=torch.int64),
     }
 
 

@@ -1,4 +1,4 @@
-"""A target worker: a thread that turns rows into taps and hands them to the drafters."""
+"""A target worker: a thread that turns rows into the target's states and hands them to the drafters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from draftline.resilience import faults
 from draftline.target.forward import TappedForward
 
 NUM_STAGES = 2
-"""Copies of the taps on the target's device: one travels while the next is computed."""
+"""Copies of the states on the target's device: one travels while the next is computed."""
 
 
 class TargetWorker:
-    """Rows in, taps out, in row order; computes at most NUM_STAGES rows ahead of the copies."""
+    """Rows in, states out, in row order; computes at most NUM_STAGES rows ahead of the copies."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class TargetWorker:
         self.wait_s = 0.0
         """Seconds spent waiting for a free slot."""
         self.rows_done = 0
-        self._sender = _Sender(forward.out) if forward.device.type == "cuda" else None
+        self._sender = _Sender(forward.states.buffer) if forward.device.type == "cuda" else None
 
     def run(self, feed: RowFeed) -> None:
         """Compute every row of the feed.
@@ -62,30 +62,30 @@ class TargetWorker:
         slot = channel.acquire(row.index)
         self.wait_s += time.monotonic() - begin
         if self._sender is None:
-            slot.taps.copy_(self._forward.out)
+            slot.buffer.copy_(self._forward.states.buffer)
         else:
-            slot.written = self._sender.send(slot.taps, slot.consumed)
+            slot.written = self._sender.send(slot.buffer, slot.consumed)
         channel.publish(row)
 
 
 class _Sender:
     """Peer copies on their own stream, from staging copies, so that the next row computes meanwhile."""
 
-    def __init__(self, taps: Tensor) -> None:
-        self._taps, self._device = taps, taps.device
-        self._stages = [torch.empty_like(taps) for _ in range(NUM_STAGES)]
+    def __init__(self, states: Tensor) -> None:
+        self._states, self._device = states, states.device
+        self._stages = [torch.empty_like(states) for _ in range(NUM_STAGES)]
         self._sent: list[DeviceEvent | None] = [None] * NUM_STAGES
         self._stream = torch.cuda.Stream(self._device)
         self._turn = 0
 
     def send(self, out: Tensor, free: DeviceEvent | None) -> DeviceEvent:
-        """Copy the taps to `out` on another device once `free` has passed; returns the event of arrival."""
+        """Copy the states to `out` on another device once `free` has passed; returns the event of arrival."""
         compute = torch.cuda.current_stream(self._device)
         stage, sent = self._stages[self._turn], self._sent[self._turn]
         if sent is not None:
             sent.synchronize()  # bounds how far this thread runs ahead of the device
             compute.wait_event(sent)
-        stage.copy_(self._taps)
+        stage.copy_(self._states)
         self._stream.wait_event(compute.record_event())
         with torch.cuda.stream(self._stream):
             if free is not None:
