@@ -8,12 +8,14 @@ matmul peak, of bfloat16 whatever the linear maps multiply in, is measured in th
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
+from live import watched
 from shapes import SHAPES, matmul_peak, median_ms, report, write_kernels
 
 from draftline.compiling import compilations, gate
@@ -126,6 +128,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--linears", choices=get_args(Linears), default="drafter_dtype")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels of each shape (CUDA)")
+    parser.add_argument("--memory", type=Path, help="folder for what lives at the peak of each shape (CUDA)")
     parser.add_argument("--json", type=Path)
     return parser
 
@@ -134,7 +137,9 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     rows = []
     for name in options.shapes:
-        rows.append(measure(name, options.device, options))
+        out = options.memory and options.memory / f"{name}.txt"
+        with watched(options.device, out) if out else nullcontext():
+            rows.append(measure(name, options.device, options))
         report("drafter step", rows, options.device, options.json)
 
 

@@ -155,6 +155,31 @@ def test_every_form_of_the_tiles_benchmark_divides_a_tile_of_the_tables():
     assert all(TILE % size == 0 for size in sizes)
 
 
+def test_what_lives_at_the_peak_of_memory_is_listed_by_size_and_by_the_line_that_made_it():
+    def entry(action: str, addr: int, mib: int, line: int = 0) -> dict[str, object]:
+        files = ("torch/nn/functional.py", "src/draftline/drafter/loss.py")
+        frames = [{"filename": name, "line": line, "name": "chunk"} for name in files]
+        return {"action": action, "addr": addr, "size": mib * 2**20, "frames": frames}
+
+    trace = [
+        entry("alloc", 1, 10, 7),
+        entry("alloc", 2, 5, 8),
+        entry("free_requested", 2, 5),
+        entry("free_completed", 2, 5),
+        entry("alloc", 2, 10, 7),  # 20 MiB, in a place that was used before
+        entry("free_requested", 9, 90),  # made before the watching began
+        entry("free_requested", 1, 10),
+        entry("alloc", 3, 2, 9),
+    ]
+    assert printed(f"import live; print(live.table({trace}), end='')").splitlines()[1:] == [
+        "   2 x      10.0 MiB  loss.py:7:chunk"
+    ]
+    grown = [*trace, entry("alloc", 4, 30, 11)]
+    lines = printed(f"import live; print(live.table({grown}), end='')").splitlines()
+    assert lines[0].startswith("    0.041 GiB at the peak; python")
+    assert [line.split()[2] for line in lines[1:]] == ["30.0", "10.0", "2.0"]
+
+
 def other_trainers(folder: Path, building: str = "raise RuntimeError('out of order')") -> dict[str, str]:
     """An environment whose speculators does as told when it builds, and whose SpecForge cannot be imported."""
     for package in ("speculators", "speculators/models", "speculators/train"):
