@@ -525,6 +525,20 @@ PIPELINE = [
         CHANNEL,
     ),
     Mutation(
+        "a row waits for the update before it",
+        "drafter/worker.py",
+        "                self._member.await_update()",
+        "                pass",
+        ENGINE,
+    ),
+    Mutation(
+        "an update has a place of its own",
+        "drafter/worker.py",
+        "        with self._member.updating():",
+        "        if True:",
+        ENGINE,
+    ),
+    Mutation(
         "drafters wait for a safe state",
         THREADS,
         "lambda: self._is_safe() and all(",
