@@ -143,8 +143,20 @@ def measure_peer_alone(name: str, shape: str, options: argparse.Namespace) -> di
     try:
         return alone(measure_peer, name, shape, options, seconds=options.deadline)
     except BrokenProcessPool:
-        why = f"failed: its process ended without figures, or was ended after {options.deadline:.0f} s"
-        return unmeasured(name, shape, why)
+        return unmeasured(name, shape, f"failed: {ended(options.deadline)}")
+
+
+def alone_or_exit(what: str, work: Callable[..., Any], *given: Any, seconds: float) -> Any:
+    """What `work` returns in a process of its own; without an answer, the end of this one."""
+    try:
+        return alone(work, *given, seconds=seconds)
+    except BrokenProcessPool:
+        sys.exit(f"{what}: {ended(seconds)}")
+
+
+def ended(seconds: float) -> str:
+    """Why a process gave no figures."""
+    return f"its process ended without figures, or was ended after {seconds:.0f} s"
 
 
 def refuse(required: list[str], unfit: dict[str, str]) -> None:
@@ -161,11 +173,12 @@ def main() -> None:
     )
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds for each measurement")
     options = parser.parse_args()
-    absent = alone(absent_peers, seconds=options.deadline)
+    absent = alone_or_exit("looking for peers", absent_peers, seconds=options.deadline)
     refuse(options.require, absent)
     lines: list[dict[str, Any]] = []
     for shape in options.shapes:
-        own = alone(measure_draftline, shape, options.device, options, seconds=options.deadline)
+        given = shape, options.device, options
+        own = alone_or_exit(f"draftline {shape}", measure_draftline, *given, seconds=options.deadline)
         of_shape = [{**own, "peer": "draftline", "notes": DRAFTLINE_NOTES}]
         for name in PEERS:
             if name in absent:

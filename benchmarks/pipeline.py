@@ -140,6 +140,7 @@ def measure(name: str, devices: list[torch.device], options: argparse.Namespace)
             Sizes(
                 dtype.itemsize,
                 dtype.itemsize,
+                True,
                 False,
                 plan.backend == "flash",
                 plan.channel_slots,

@@ -90,6 +90,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
     sizes = Sizes(
         dtype.itemsize,
         dtype.itemsize,
+        True,
         options.linears == "float8",
         plan.backend == "flash",
         0,

@@ -180,15 +180,15 @@ def test_what_lives_at_the_peak_of_memory_is_listed_by_size_and_by_the_line_that
     assert [line.split()[2] for line in lines[1:]] == ["30.0", "10.0", "2.0"]
 
 
-def other_trainers(folder: Path, building: str = "raise RuntimeError('out of order')") -> dict[str, str]:
-    """An environment whose speculators does as told when it builds, and whose SpecForge cannot be imported."""
+def other_trainers(folder: Path) -> dict[str, str]:
+    """An environment whose speculators breaks when it builds its model, and whose SpecForge cannot be imported."""
     for package in ("speculators", "speculators/models", "speculators/train"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
     (folder / "speculators/models/dflash.py").write_text(
         "class DFlashDraftModel: ...\n"
         "class DFlashSpeculatorConfig:\n"
-        f"    def __init__(self, **given): {building}\n"
+        "    def __init__(self, **given): raise RuntimeError('out of order')\n"
     )
     (folder / "speculators/train/optimizers.py").write_text("def build_optimizers(): ...\n")
     (folder / "specforge.py").write_text("raise ImportError('kept out of this test')\n")
@@ -233,26 +233,27 @@ def test_a_required_peer_that_is_not_installed_is_an_error_before_anything_is_me
 
 
 def test_a_peer_that_hangs_is_a_line_that_says_so_and_stderr_shows_where_it_was(tmp_path: Path):
-    code = (
-        "import json, peers, step\n"
-        "options = step.arguments('').parse_args(['--device', 'cpu', '--tokens', '128', '--blocks', '8'])\n"
-        "options.deadline = 25.0\n"
-        "print(json.dumps(peers.measure_peer_alone('speculators', 'tiny', options)))\n"
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import argparse, json, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+        "import peers\n"
+        "def hang(*given): time.sleep(1000)\n"
+        "if __name__ == '__main__':\n"
+        "    peers.measure_peer = hang\n"
+        "    options = argparse.Namespace(deadline=1.0)\n"
+        "    print(json.dumps(peers.measure_peer_alone('speculators', 'tiny', options)))\n"
+        "    peers.alone_or_exit('draftline tiny', hang, seconds=1.0)\n",
+        encoding="utf-8",
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        timeout=200,
-        capture_output=True,
-        text=True,
-        cwd=ROOT / "benchmarks",
-        env=other_trainers(tmp_path, "__import__('time').sleep(1000)"),
-    )
+    run = subprocess.run([sys.executable, script], check=False, timeout=200, capture_output=True, text=True)
     line = json.loads(run.stdout)
     assert line["step_ms"] is None
-    assert line["notes"] == "failed: its process ended without figures, or was ended after 25 s"
+    assert line["notes"] == "failed: its process ended without figures, or was ended after 1 s"
     assert "Timeout" in run.stderr
-    assert "peer_steps.py" in run.stderr
+    assert "in hang" in run.stderr
+    assert run.returncode == 1
+    assert "draftline tiny: its process ended without figures, or was ended after 1 s" in run.stderr
 
 
 def test_a_peer_without_figures_that_nobody_required_is_no_error():

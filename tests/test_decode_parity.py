@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from draftline import parity
 from draftline.data.document import Document
 from draftline.data.rows import RowShape, RowSource, row_from_documents
 from draftline.decoding.greedy import CachedTarget
+from draftline.drafter.blocks import opening_tokens
 from draftline.errors import ConfigError
-from draftline.parity import TOLERANCE, prove_parity, prove_start, prove_taps
+from draftline.parity import TOLERANCE, prove_parity, prove_start, prove_taps, prove_token_rows
+from draftline.pipeline.job import forward_of
 from tests.oracles.targets import FAMILIES, fitting_spec, random_target
 from tests.pipeline_fixtures import make_job
 
@@ -134,6 +137,27 @@ def test_a_run_proves_itself_on_its_own_first_row(family, form):
     assert proved.logits <= TOLERANCE
     assert proved.taps < 1e-4
     assert f"{proved.blocks} blocks" in proved.describe()
+
+
+def test_embedding_rows_that_are_not_those_of_the_blocks_tokens_are_refused(row):
+    target = random_target("qwen3")
+    spec = fitting_spec(target)
+    ids = opening_tokens(row.input_ids, row.anchors, row.anchor_valid, spec.mask_token_id)
+    rows = target.embedding[ids]
+    prove_token_rows(target, spec, row, rows)
+    for wrong in (rows.roll(1, 0), rows * (1 + 1e-6), target.embedding[ids.where(ids != ids[-1], 0)]):
+        with pytest.raises(
+            ConfigError, match="the embedding rows that training reads of random qwen3 are not"
+        ):
+            prove_token_rows(target, spec, row, wrong)
+
+
+def test_a_run_whose_forward_looks_up_another_mask_token_never_starts(monkeypatch):
+    job = job_on("qwen3", "packed")
+    wrong = replace(job, spec=job.spec.model_copy(update={"mask_token_id": job.spec.mask_token_id - 1}))
+    monkeypatch.setattr(parity, "forward_of", lambda _, model: forward_of(wrong, model))
+    with pytest.raises(ConfigError, match="the embedding rows that training reads"):
+        prove_start(job)
 
 
 def test_a_forward_that_runs_documents_of_a_hybrid_together_never_starts():

@@ -329,7 +329,8 @@ def test_the_sums_that_its_backward_keeps_are_counted(kv_heads: int, summed: int
     spec = tiny_spec(num_heads=4, num_kv_heads=kv_heads, head_dim=16)
     cost = DrafterCost(spec, tokens=256, blocks=32)
     flex, ours = (
-        drafter_worker(cost, Sizes(2, 2, False, each, 3, 1024, 1), 1, split=False) for each in (False, True)
+        drafter_worker(cost, Sizes(2, 2, True, False, each, 3, 1024, 1), 1, split=False)
+        for each in (False, True)
     )
     queries = 32 * spec.block_size
     assert ours.total - flex.total == 4 * (queries * 4 * 16 + 2 * (256 + queries) * summed * 16)

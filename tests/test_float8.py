@@ -226,7 +226,7 @@ def test_without_torchao_a_run_is_refused_before_the_targets_weights_are_read(
 def test_the_copies_that_float8_products_read_are_counted():
     cost = DrafterCost(tiny_spec(hidden_size=64, intermediate_size=512), tokens=256, blocks=32)
     plain, rounded = (
-        drafter_worker(cost, Sizes(2, 2, float8, False, 3, 1024, 1), 1, split=False)
+        drafter_worker(cost, Sizes(2, 2, True, float8, False, 3, 1024, 1), 1, split=False)
         for float8 in (False, True)
     )
     assert rounded.total - plain.total == 128 * (64 + 512) + 64 * 512

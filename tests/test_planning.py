@@ -232,8 +232,9 @@ def test_weights_masters_and_moments_are_counted_as_they_are_allocated(dtype: st
 
 
 def test_a_head_in_another_type_than_the_targets_is_counted():
-    for dtype, copies in (("float32", 0), ("bfloat16", 1)):  # the target computes in float32
-        config, spec, target = given("--placement.drafter-dtype", dtype, "--target.dtype", "float32")
+    kinds = (("float32", "float32", 0), ("bfloat16", "float32", 1), ("bfloat16", "float16", 1))
+    for dtype, target_dtype, copies in kinds:
+        config, spec, target = given("--placement.drafter-dtype", dtype, "--target.dtype", target_dtype)
         costs = run_costs(config, spec, target, make_plan(config.placement))
         used = device_memory(["a"], ["b"], costs.target, costs.drafter, costs.sizes, split=True)
         assert (

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,6 +86,57 @@ def train(size: int, steps: list[list[float]], dtype: torch.dtype = torch.float3
 def row_gradients(parameters: FlatParameters, step: int, row: int, scale: float) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * step + row)
     return [scale * torch.randn(p.shape, generator=generator) for p in parameters.parameters]
+
+
+class FakeStream:
+    """A stream that says what it was told; on a CPU there is none."""
+
+    def __init__(self, name: str, cuda_stream: int, said: list[str]) -> None:
+        self.name, self.cuda_stream, self._said = name, cuda_stream, said
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._said.append(f"{self.name} waits for all of {other.name}")
+
+    def record_event(self) -> str:
+        self._said.append(f"{self.name} records")
+        return f"{self.name}'s event"
+
+    def wait_event(self, event: str) -> None:
+        self._said.append(f"{self.name} waits for {event}")
+
+
+def test_an_update_follows_its_rows_and_the_next_row_follows_the_update(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    rows, updates = FakeStream("rows", 1, said), FakeStream("updates", 2, said)
+    current = [rows]
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        current.append(updates)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: current[-1])
+    parameters = FlatParameters(module(), 1, torch.float32)
+    optimizer = ShardedAdamW(parameters, 0, 1, CONFIG)
+    place = cast("Place", SimpleNamespace(stream=updates, entered=entered))
+    stats, zero = torch.zeros(NUM_STATS), torch.zeros(())
+    member = Member(parameters, optimizer, LaunchedStep(optimizer.update), stats, zero, torch.zeros(1), place)
+    reducer = Reducer(1, Abort(), 20)
+    reducer.join(0, member)
+    member.await_update()  # nothing was updated yet
+    with pytest.raises(RuntimeError, match="outside `Member"):
+        reducer.reduce(0)
+    with member.updating():
+        said.append("reduce")
+        reducer.reduce(0)
+    member.await_update()
+    assert said == [
+        "updates waits for all of rows",
+        "reduce",
+        "updates records",
+        "rows waits for updates's event",
+    ]
 
 
 STEPS = [[1.0] * 6, [3.0] * 6, [0.1] * 6]

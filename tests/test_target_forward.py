@@ -16,6 +16,7 @@ from draftline.data.rows import Row, RowShape, row_from_documents
 from draftline.errors import ConfigError
 from draftline.target.attention import Packing, UnsupportedPackingError, packed_attention
 from draftline.target.forward import Form, TappedForward, decoder_layers, share_weights
+from draftline.target.states import BlockTokens
 from tests.target_families import BATCHED, FAMILIES, HIDDEN, NUM_LAYERS, PACKED, VOCAB, model, wide_model
 
 TAPS = (3, 0, 4)  # neither sorted nor complete; the last layer is below
@@ -72,7 +73,7 @@ def test_taps_are_the_outputs_of_their_layers_in_the_given_order(family: str, fo
 @pytest.mark.parametrize(("family", "form"), [("qwen3", "packed"), ("gemma3", "batched")])
 def test_the_raw_embedding_rows_of_a_rows_blocks_come_with_its_taps(family: str, form: Form):
     target, mask, num_blocks = model(family), 7, 8
-    forward = TappedForward(target, TAPS, BUDGET, 8, form, num_blocks=num_blocks, mask_token_id=mask)
+    forward = TappedForward(target, TAPS, BUDGET, 8, form, blocks=BlockTokens(num_blocks, mask))
     weight = target.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     places = forward.states.token_rows.data_ptr()

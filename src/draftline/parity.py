@@ -22,13 +22,13 @@ from draftline.config import DrafterSpec
 from draftline.data.rows import Row
 from draftline.decoding.greedy import CachedTarget
 from draftline.drafter.attention import sdpa_attend
-from draftline.drafter.blocks import block_positions, block_token_ids
+from draftline.drafter.blocks import block_positions, block_token_ids, lay_out_blocks
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.mask import block_mask_dense
 from draftline.drafter.model import Drafter
 from draftline.errors import ConfigError
-from draftline.pipeline.job import Job
-from draftline.target.forward import TappedForward, share_weights
+from draftline.pipeline.job import Job, forward_of
+from draftline.target.forward import share_weights
 from draftline.target.load import Target
 from draftline.target.rounding import distance, rounding_limit
 
@@ -65,24 +65,35 @@ def prove_start(job: Job) -> Parity:
     """Compare training and decoding on the first row of a run, with the run's own target and spec.
 
     Raises:
-        ConfigError: they disagree; see `prove_parity` and `prove_taps`.
+        ConfigError: they disagree; see `prove_parity`, `prove_taps` and `prove_token_rows`.
     """
-    row, ids = job.source.row(0), job.spec.target_layer_ids
-    forward = TappedForward(
-        job.target.model,
-        ids,
-        job.shape.token_budget,
-        job.max_documents,
-        job.form,
-        flash=job.plan.backend == "flash",
-    )
+    row, forward = job.source.row(0), forward_of(job, job.target.model)
     forward.load(row)
     taps = forward.run()
+    prove_token_rows(job.target, job.spec, row, forward.states.token_rows)
     return Parity(
         blocks=min(NUM_BLOCKS, int(row.anchor_valid.sum())),
         logits=prove_parity(job.target, job.spec, row, taps),
-        taps=prove_taps(job.target, ids, row, taps),
+        taps=prove_taps(job.target, job.spec.target_layer_ids, row, taps),
     )
+
+
+def prove_token_rows(target: Target, spec: DrafterSpec, row: Row, token_rows: Tensor) -> None:
+    """Compare the embedding rows that training reads of a row's blocks with those that decoding looks up.
+
+    Args:
+        token_rows: [A + 1, D] of the row, from the trainer's forward of the target.
+
+    Raises:
+        ConfigError: they are not the same to the last bit.
+    """
+    ids = block_token_ids(row.input_ids, row.anchors, row.anchor_valid, spec.mask_token_id, spec.block_size)
+    trained = lay_out_blocks(token_rows, spec.block_size)  # [A, B, D]
+    if not torch.equal(trained, F.embedding(ids.to(target.device), target.embedding)):
+        raise ConfigError(
+            f"the embedding rows that training reads of {target.name} are not those of its blocks' tokens. This is a "
+            "defect for this kind of target: please report it with the target's config.json"
+        )
 
 
 def prove_taps(target: Target, target_layer_ids: tuple[int, ...], row: Row, taps: Tensor) -> float:

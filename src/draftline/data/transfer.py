@@ -20,7 +20,7 @@ ALIGNMENT = 16
 """Bytes; where each tensor starts in the buffer."""
 NUM_STAGES = 2
 """Pinned host copies, so that the next row is packed while the last one travels."""
-ROW_TENSORS = ("input_ids", "positions", "document_ids", "anchors", "anchor_valid", "labels", "weights")
+ROW_TENSORS = ("positions", "document_ids", "anchors", "anchor_valid", "labels", "weights")
 
 
 def row_tensors(row: Row) -> dict[str, Tensor]:
@@ -79,11 +79,7 @@ class DeviceRow:
         """Lay out a buffer for rows shaped like `example`."""
         self._buffer = StagedBuffer(row_tensors(example), device)
         views = self._buffer.tensors
-        self.input_ids, self.positions, self.document_ids = (
-            views["input_ids"],  # int64 [T]
-            views["positions"],  # int64 [T]
-            views["document_ids"],  # int32 [T]
-        )
+        self.positions, self.document_ids = views["positions"], views["document_ids"]  # int64 [T], int32 [T]
         self.anchors, self.anchor_valid = views["anchors"], views["anchor_valid"]  # int64 [A], bool [A]
         self.labels, self.weights = views["labels"], views["weights"]  # int64 [A, B], float32 [A, B]
         self.tables = tuple(

@@ -1,4 +1,4 @@
-"""How a drafter gets its next row and taps: from a channel, or from a target on its own device."""
+"""How a drafter gets its next row and the target's states: from a channel, or from a target on its own device."""
 
 from __future__ import annotations
 

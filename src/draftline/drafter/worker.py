@@ -122,7 +122,7 @@ class DrafterWorker:
             self._watchdog.beat(name, "step", index)
             row = self._supply.load(index)
             if index == rows[0]:
-                self._member.await_update()  # this row's target forward ran beside it
+                self._member.await_update()  # which the load of this row ran beside
             self._step.replay(first=index == rows[0])
             self._member.mark(index - first)
             num_tokens += row.starts[-1]

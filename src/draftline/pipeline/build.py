@@ -28,7 +28,7 @@ from draftline.drafter.model import Drafter, drafter_of
 from draftline.drafter.step import AccumulatingStep, Backend, Compile, DrafterStep
 from draftline.optim import FlatParameters, ShardedAdamW
 from draftline.pipeline.devices import Place, Replicas
-from draftline.pipeline.job import Job
+from draftline.pipeline.job import Job, forward_of
 from draftline.pipeline.reduce import Member
 from draftline.pipeline.state import ShardState, TrainingState, cut_shard
 from draftline.target.forward import TappedForward
@@ -69,10 +69,12 @@ class BuiltDrafter:
 
     def shard_state(self, steps_done: int, index: int) -> ShardState:
         """Copy this drafter's shard of masters and moments to the host."""
+        self.member.await_update()
         return ShardState(steps_done, index, self.member.parameters.layout, self.member.optimizer.state())
 
     def weights(self) -> dict[str, Tensor]:
         """The compute weights by name, copied to the host."""
+        self.member.await_update()
         parameters = self.member.parameters
         views = parameters.layout.views(parameters.weights)
         return {name: view.detach().to("cpu", copy=True) for name, view in views.items()}
@@ -80,16 +82,7 @@ class BuiltDrafter:
 
 def build_target(job: Job, replicas: Replicas, place: Place, name: str) -> BuiltTarget:
     """The tapped forward of one worker, warmed on the first row of the run."""
-    forward = TappedForward(
-        replicas.model(place.device),
-        job.spec.target_layer_ids,
-        job.shape.token_budget,
-        job.max_documents,
-        job.form,
-        num_blocks=job.shape.block_budget,
-        mask_token_id=job.spec.mask_token_id,
-        flash=job.plan.backend == "flash",
-    )
+    forward = forward_of(job, replicas.model(place.device))
     captured = place.stream is not None and job.form == "packed"
     compiled = captured and forward.packing.kernel != "mask"
     if compiled:
@@ -137,13 +130,13 @@ def build_drafter(
         notes += (f"{name}: {num_float8} linear maps multiply in {job.plan.linears}",)
     finished = _accumulating(job, step, place, compile_function)
     place.settle()
-    beside = Place.on(place.device)
-    with beside.entered(), optimizer.withheld():
-        update = _finish(optimizer.update, [optimizer], beside, captured=captured)
+    update_place = Place.on(place.device)
+    with update_place.entered(), optimizer.withheld():
+        update = _finish(optimizer.update, [optimizer], update_place, captured=captured)
     step.stats.zero_()  # the warm steps left theirs
     marks = torch.zeros(job.schedule.rows_per_step, device=place.device)
     square_sum = torch.zeros((), device=place.device)
-    member = Member(parameters, optimizer, update, step.stats, square_sum, marks, beside)
+    member = Member(parameters, optimizer, update, step.stats, square_sum, marks, update_place)
     return BuiltDrafter(finished, row, states, member, notes)
 
 

@@ -63,7 +63,7 @@ class Replicas:
         self._target = target
         self._lock = threading.Lock()
         self._models: dict[torch.device, PreTrainedModel] = {target.device: target.model}
-        self._heads: dict[torch.device, Tensor] = {target.device: target.head}
+        self._heads: dict[torch.device, Tensor] = {}
         self._initial: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def initial_weights(self, spec: DrafterSpec, seed: int) -> dict[str, Tensor]:
@@ -91,8 +91,8 @@ class Replicas:
         """The target's head [V, D] on `device`, for a drafter there."""
         with self._lock:
             if device in self._models:
-                self._heads[device] = tables_of(self._models[device])[1]
-            elif device not in self._heads:
+                return tables_of(self._models[device])[1]
+            if device not in self._heads:
                 self._heads[device] = self._target.head.to(device)
                 self._settle(device)
             return self._heads[device]

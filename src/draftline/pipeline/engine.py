@@ -258,6 +258,7 @@ class Engine:
             )
             worker.run()
             place.settle()
+            built.member.update_place.settle()
         self._events.put(Finished(index, supply.wait_s))
 
     def _supply(self, index: int, built: BuiltDrafter, target: BuiltTarget | None) -> Supply:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftline.config import DeadlineConfig, DrafterSpec, LossConfig, OptimConfig, RunConfig
 from draftline.data.rows import RowShape, RowSource
 from draftline.drafter.step import Backend, distinct_windows
 from draftline.pipeline.plan import Plan
 from draftline.pipeline.schedule import Schedule
-from draftline.target.forward import Form
+from draftline.target.forward import Form, TappedForward
 from draftline.target.load import Target
+from draftline.target.states import BlockTokens
 
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
 """Paper, section 5."""
@@ -48,6 +50,19 @@ class Job:
         """Whether the state is taken after step `step`."""
         done = step + 1
         return done == self.schedule.num_steps or any(done % every == 0 for every in self.boundaries)
+
+
+def forward_of(job: Job, model: PreTrainedModel) -> TappedForward:
+    """The forward of a run's rows, over its target's weights on any device."""
+    return TappedForward(
+        model,
+        job.spec.target_layer_ids,
+        job.shape.token_budget,
+        job.max_documents,
+        job.form,
+        blocks=BlockTokens(job.shape.block_budget, job.spec.mask_token_id),
+        flash=job.plan.backend == "flash",
+    )
 
 
 def decay_gamma(loss: LossConfig, block_size: int) -> float:

@@ -44,6 +44,8 @@ class Sizes:
     """Of one of the target's weights, and of a tap."""
     drafter_bytes: int
     """Of one of the drafter's compute weights."""
+    same_type: bool
+    """Whether both have one type, so that the drafter reads the target's own head."""
     float8: bool
     """Whether its linear maps multiply copies in float8."""
     flash: bool
@@ -123,10 +125,9 @@ def drafter_worker(drafter: DrafterCost, sizes: Sizes, num_drafters: int, *, spl
             # a row's gradients take the place of the activations that backward has used
             "row gradients": max(0, weights * sizes.drafter_bytes - activations - loss),
             "target states": _states(drafter, sizes) * (1 + sizes.channel_slots) if split else 0,
-            # the target's own where the types agree
-            "head in the drafter's type": spec.vocab_size * spec.hidden_size * sizes.drafter_bytes
-            if sizes.drafter_bytes != sizes.target_bytes
-            else 0,
+            "head in the drafter's type": 0
+            if sizes.same_type
+            else spec.vocab_size * spec.hidden_size * sizes.drafter_bytes,
         }
     )
 

@@ -130,6 +130,7 @@ def run_costs(config: RunConfig, spec: DrafterSpec, sketch: Target, plan: Plan) 
         Sizes(
             dtype.itemsize,
             plan.drafter_dtype.itemsize,
+            dtype == plan.drafter_dtype,
             plan.linears == "float8",
             plan.backend == "flash",
             plan.channel_slots,

@@ -2,8 +2,8 @@
 
 Drafter m owns the m-th shard: it reads that shard's gradients from all drafters, adds them in drafter order,
 steps, and everyone copies the new shard back. A fixed order makes a run repeatable; device-to-device copies
-and events replace messages. Between the phases the threads meet, with a deadline. All of it can run on a stream of
-its own, beside the target's forward of the next row: see `Member.updating`.
+and events replace messages. Between the phases the threads meet, with a deadline. All of it runs on a stream of its
+own, beside the target's forward of the next row: see `Member.updating`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Member:
     stats: Tensor  # float32 [stats]; summed over the rows of the step
     square_sum: Tensor  # float32 []
     marks: Tensor  # float32 [rows of a step]; see `mark`
-    beside: Place
-    """Where `update` runs."""
+    update_place: Place
+    """Where `update` and all that leads to it run."""
     _updated: DeviceEvent | None = field(default=None, init=False)
 
     @contextmanager
@@ -78,14 +78,24 @@ class Member:
         Nothing that a later row reads or writes may be touched on this thread's stream until `await_update`:
         weights, gradients, `stats` and `marks`.
         """
-        stream = self.beside.stream
+        stream = self.update_place.stream
         if stream is None:
             yield
             return
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with self.beside.entered():
+        with self.update_place.entered():
             yield
             self._updated = stream.record_event()
+
+    def require_updating(self) -> None:
+        """Refuse a stream on which an update would not be ordered after its own inputs.
+
+        Raises:
+            RuntimeError: the calling thread is not `updating`.
+        """
+        stream = self.update_place.stream
+        if stream is not None and torch.cuda.current_stream(self.device).cuda_stream != stream.cuda_stream:
+            raise RuntimeError("an update outside `Member.updating` would race with its own inputs")
 
     def await_update(self) -> None:
         """Let this thread's stream wait for the last `updating`; the host goes on."""
@@ -123,9 +133,10 @@ class Reducer:
         self._members[index] = member
 
     def reduce(self, index: int) -> StepOutcome:
-        """Finish the optimizer step for drafter `index`; called by every drafter's own thread."""
+        """Finish the optimizer step for drafter `index`; called by every drafter's own thread, while `updating`."""
         members = [member for member in self._members if member is not None]
         own = members[index]
+        own.require_updating()
         self._meeting.meet(own.device, "the end of the rows")
         sum_in_order(own.optimizer.gradient, [m.parameters.gradients[own.optimizer.slice] for m in members])
         stats = torch.empty_like(own.stats)

@@ -25,7 +25,7 @@ from draftline.pipeline.plan import available_devices
 from draftline.resilience.badstep import SavedStep, read_bad_step
 from draftline.target.forward import TappedForward
 from draftline.target.load import Target, load_target
-from draftline.target.states import TargetStates
+from draftline.target.states import BlockTokens, TargetStates
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ def replay(folder: Path) -> Replay:
         saved.config.rows.token_budget,
         max(len(row.documents) for row in saved.rows),
         saved.form,
-        num_blocks=len(saved.rows[0].anchors),
-        mask_token_id=saved.spec.mask_token_id,
+        blocks=BlockTokens(len(saved.rows[0].anchors), saved.spec.mask_token_id),
     )
     step = _step(saved, target, forward.states)
     return Replay(

@@ -25,7 +25,7 @@ from draftline.drafter.blocks import opening_tokens
 from draftline.errors import ConfigError
 from draftline.target.attention import ATTENTION_NAME, Packing, attach, choose_kernel
 from draftline.target.load import text_config
-from draftline.target.states import TargetStates
+from draftline.target.states import BlockTokens, TargetStates
 
 Form = Literal["packed", "batched"]
 MIN_BUCKET = 32
@@ -65,14 +65,13 @@ class TappedForward:
         max_documents: int,
         form: Form,
         *,
-        num_blocks: int = 0,
-        mask_token_id: int = 0,
+        blocks: BlockTokens | None = None,
         flash: bool = False,
     ) -> None:
         """Allocate what rows need.
 
         Args:
-            num_blocks: of every row whose blocks a drafter will read; 0 where only taps are wanted.
+            blocks: of the rows, where a drafter will read their embedding rows; None where only taps are wanted.
             flash: attend by FlashAttention 4 where the form is packed and the type half precision.
         """
         self.form = form
@@ -80,10 +79,12 @@ class TappedForward:
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
         self.device, hidden = weight.device, weight.shape[1]
-        self._embedding, self._num_blocks, self._mask_token_id = weight.detach(), num_blocks, mask_token_id
+        self._embedding, self._blocks = weight.detach(), blocks
+        num_blocks = blocks and blocks.num_blocks
         self.states = TargetStates.zeros(token_budget, len(target_layer_ids), num_blocks, hidden, weight)
         self.out = self.states.taps
-        self._inputs = StagedBuffer(_empty_inputs(token_budget, max_documents, num_blocks), self.device)
+        num_openings = len(self.states.token_rows)
+        self._inputs = StagedBuffer(_empty_inputs(token_budget, max_documents, num_openings), self.device)
         tensors = self._inputs.tensors
         self.input_ids, self.positions = tensors["input_ids"][None], tensors["positions"][None]  # [1, tokens]
         self.packing = Packing(
@@ -123,22 +124,27 @@ class TappedForward:
     def load(self, row: Row) -> None:
         """Bring a row to the device, at fixed addresses."""
         self._row = row
-        anchors, valid = row.anchors[: self._num_blocks], row.anchor_valid[: self._num_blocks]
         self._inputs.load(
             {
                 "input_ids": row.input_ids,
                 "positions": row.positions,
                 "document_ids": row.document_ids,
                 "cu_seqlens": _padded_bounds(row, self.packing),
-                "openings": opening_tokens(row.input_ids, anchors, valid, self._mask_token_id),
+                "openings": self._openings(row),
             }
         )
+
+    def _openings(self, row: Row) -> Tensor:
+        if self._blocks is None:
+            return row.input_ids[:0]
+        return opening_tokens(row.input_ids, row.anchors, row.anchor_valid, self._blocks.mask_token_id)
 
     @torch.inference_mode()
     def run(self) -> Tensor:
         """Compute the loaded row's `states`; returns its taps, `out` [tokens, K * D]. Padding tokens hold finite
         values."""
-        self.states.token_rows.copy_(F.embedding(self._inputs.tensors["openings"], self._embedding))
+        if self._blocks is not None:
+            self.states.token_rows.copy_(F.embedding(self._inputs.tensors["openings"], self._embedding))
         if self.form == "packed":
             self.packing.masks.clear()  # here and not in `load`, so that a captured run makes them anew
             self.body(input_ids=self.input_ids, position_ids=self.positions, use_cache=False)
@@ -170,14 +176,14 @@ def _truncate(model: PreTrainedModel, num_layers: int) -> tuple[PreTrainedModel,
     return body, kept
 
 
-def _empty_inputs(token_budget: int, max_documents: int, num_blocks: int) -> dict[str, Tensor]:
+def _empty_inputs(token_budget: int, max_documents: int, num_openings: int) -> dict[str, Tensor]:
     """What a row brings to the device, before any row has come."""
     return {
         "input_ids": torch.zeros(token_budget, dtype=torch.int64),
         "positions": torch.zeros(token_budget, dtype=torch.int64),
         "document_ids": torch.zeros(token_budget, dtype=torch.int32),
         "cu_seqlens": torch.full((max_documents + 2,), token_budget, dtype=torch.int32),
-        "openings": torch.zeros(num_blocks + 1, dtype=torch.int64),
+        "openings": torch.zeros(num_openings, dtype=torch.int64),
     }
 
 
