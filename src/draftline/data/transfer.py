@@ -20,13 +20,13 @@ ALIGNMENT = 16
 """Bytes; where each tensor starts in the buffer."""
 NUM_STAGES = 2
 """Pinned host copies, so that the next row is packed while the last one travels."""
-ROW_TENSORS = ("input_ids", "positions", "document_ids", "anchors", "anchor_valid", "labels", "weights")
+STEP_TENSORS = ("positions", "document_ids", "anchors", "anchor_valid", "labels", "weights")
 
 
 def row_tensors(row: Row) -> dict[str, Tensor]:
-    """Every tensor of a row by name; tables as `INDEX.field`. A drafter's step reads all but the token ids, which a
-    saved step needs."""
-    named: dict[str, Tensor] = {name: row.__dict__[name] for name in ROW_TENSORS}
+    """Everything of a row that a drafter's step reads, by name; tables as `INDEX.field`. Of the row's tokens it reads
+    embedding rows only, which come with the target's states."""
+    named: dict[str, Tensor] = {name: row.__dict__[name] for name in STEP_TENSORS}
     for index, tables in enumerate(row.tables):
         named.update({f"{index}.{field.name}": tables.__dict__[field.name] for field in fields(BlockTables)})
     return named
@@ -80,11 +80,7 @@ class DeviceRow:
         """Lay out a buffer for rows shaped like `example`."""
         self._buffer = StagedBuffer(row_tensors(example), device)
         views = self._buffer.tensors
-        self.input_ids, self.positions, self.document_ids = (
-            views["input_ids"],  # int64 [T]
-            views["positions"],  # int64 [T]
-            views["document_ids"],  # int32 [T]
-        )
+        self.positions, self.document_ids = views["positions"], views["document_ids"]  # int64 [T], int32 [T]
         self.anchors, self.anchor_valid = views["anchors"], views["anchor_valid"]  # int64 [A], bool [A]
         self.labels, self.weights = views["labels"], views["weights"]  # int64 [A, B], float32 [A, B]
         self.tables = tuple(

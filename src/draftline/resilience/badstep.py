@@ -22,7 +22,7 @@ from draftline.checkpoint.manifest import MANIFEST
 from draftline.checkpoint.write import write_checkpoint
 from draftline.config import DrafterSpec, RunConfig
 from draftline.data.rows import Row
-from draftline.data.transfer import ROW_TENSORS
+from draftline.data.transfer import STEP_TENSORS
 from draftline.errors import CheckpointError, ConfigError, NonFiniteError
 from draftline.pipeline.engine import BadStep
 from draftline.resilience.folder import CHECKPOINTS
@@ -37,6 +37,8 @@ WHERE_STEPS_LIE = (
     f"saved steps lie in {FOLDER}/ of a run that ended with exit code {NonFiniteError.exit_code}"
 )
 _WEIGHTS, _ROWS, _RUN, _SPEC = "weights.safetensors", "rows.safetensors", "run.json", "drafter.json"
+_ROW_TENSORS = ("input_ids", *STEP_TENSORS)
+"""Of a saved row: replay runs the target too, and a drafter's step reads no token ids."""
 
 
 @contextmanager
@@ -97,13 +99,13 @@ def save_bad_step(prepared: Prepared, config: RunConfig, bad: BadStep) -> Path:
 
 
 def _named(row: Row) -> dict[str, Tensor]:
-    tensors = {name: row.__dict__[name].clone() for name in ROW_TENSORS}
+    tensors = {name: row.__dict__[name].clone() for name in _ROW_TENSORS}
     tensors |= {"starts": torch.tensor(row.starts), "documents": torch.tensor(row.documents)}
     return {f"{row.index}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _row(index: int, tensors: Mapping[str, Tensor]) -> Row:
-    named = {name: tensors[f"{index}.{name}"] for name in (*ROW_TENSORS, "starts", "documents")}
+    named = {name: tensors[f"{index}.{name}"] for name in (*_ROW_TENSORS, "starts", "documents")}
     starts, documents = (tuple(named.pop(name).tolist()) for name in ("starts", "documents"))
     return Row(index=index, documents=documents, starts=starts, tables=(), **named)
 
