@@ -27,7 +27,9 @@ def opening_tokens(input_ids: Tensor, anchors: Tensor, anchor_valid: Tensor, mas
 def lay_out_blocks(openings: Tensor, block_size: int) -> Tensor:
     """What belongs to the `opening_tokens`, [A + 1, ...], at every slot of the blocks, [A, B, ...]."""
     first, mask = openings[:-1, None], openings[-1:, None]
-    return torch.cat([first, mask.expand(len(first), block_size - 1, *mask.shape[2:])], dim=1)
+    slots = torch.arange(block_size, device=openings.device)
+    # Not a concatenation, which the compiler cannot compute again and would keep for the backward pass.
+    return torch.where((slots == 0).view(-1, *[1] * (openings.dim() - 1)), first, mask)
 
 
 def block_token_ids(

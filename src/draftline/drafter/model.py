@@ -29,10 +29,13 @@ Rotary = tuple[Tensor, Tensor]
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotary position embedding of x [heads, n, hd], computed in fp32 or better, returned in x's dtype."""
-    cos, sin = rotary
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    left, right = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat([-right, left], dim=-1) * sin).to(x.dtype)
+    # No concatenation of the turned halves: the compiler cannot compute one again, so that attention's backward would
+    # keep every rotated query and key beside what it was rotated from.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (2, -1))  # [heads, n, 2, hd / 2]
+    cos, sin = (table.unflatten(-1, (2, -1)) for table in rotary)
+    left, right = wide[..., :1, :], wide[..., 1:, :]
+    is_right = torch.arange(2, device=x.device)[:, None] == 1
+    return (wide * cos + torch.where(is_right, left, -right) * sin).flatten(-2).to(x.dtype)
 
 
 class DrafterAttention(nn.Module):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,12 +34,13 @@ from draftline.data.document import Document  # noqa: E402
 from draftline.data.rows import RowShape, RowSource  # noqa: E402
 from draftline.drafter.step import distinct_windows  # noqa: E402
 from draftline.drafter.worker import StepRecord  # noqa: E402
-from draftline.pipeline import build, engine  # noqa: E402
+from draftline.errors import NonFiniteError  # noqa: E402
+from draftline.pipeline import build, reduce  # noqa: E402
 from draftline.pipeline.devices import Place  # noqa: E402
 from draftline.pipeline.engine import Engine, Ready  # noqa: E402
 from draftline.pipeline.job import Job, max_documents  # noqa: E402
 from draftline.pipeline.plan import Plan  # noqa: E402
-from draftline.pipeline.reduce import Reducer, StepOutcome  # noqa: E402
+from draftline.pipeline.reduce import Meeting, Member  # noqa: E402
 from draftline.pipeline.schedule import Schedule  # noqa: E402
 from draftline.target.load import Target  # noqa: E402
 from draftline.target.selftest import choose_form  # noqa: E402
@@ -201,35 +204,59 @@ def check_no_host_synchronisation(gpus: int) -> dict[str, Any]:
     return {"steps": watched[1] - watched[0], "loss": losses[-1]}
 
 
-class Slow(Reducer):
-    """Reductions that take long at both ends."""
+class LateMeeting(Meeting):
+    """One drafter's stream comes late to every meeting; the others wait for it there and nowhere else."""
 
-    def reduce(self, index: int) -> StepOutcome:
-        torch.cuda._sleep(SLOW_CYCLES)
-        outcome = super().reduce(index)
-        torch.cuda._sleep(SLOW_CYCLES)
-        return outcome
+    def meet(self, device: torch.device, what: str) -> None:
+        if threading.current_thread().name == "drafter-0":
+            torch.cuda._sleep(SLOW_CYCLES)
+        super().meet(device, what)
+
+
+@contextmanager
+def updating_before_the_rows_end(member: Member) -> Iterator[None]:
+    """`Member.updating` without its wait for what the thread's stream was given before."""
+    stream = member.update_place.stream
+    assert stream is not None
+    with member.update_place.entered():
+        yield
+        member._updated = stream.record_event()
+
+
+def differs(job: Job, losses: list[float]) -> bool:
+    """Whether a run gives other losses than these, or none."""
+    try:
+        return run(job)["losses"] != losses
+    except NonFiniteError:
+        return True
 
 
 def check_updates_beside_rows(gpus: int) -> dict[str, Any]:
     """What is reduced and updated beside the next row gives the losses of updates in line, to the last bit, also when
-    it takes longer than that row's target forward; split and colocated."""
+    one drafter is late and the update takes longer than that row's target forward; split and colocated, and for a
+    drafter alone. Without either of the two waits that order it, the losses are others."""
     last = f"cuda:{gpus - 1}"
     split = make_job(["cuda:0"] * 2, [last] * 2, 30, 4)
     both = make_job(["cuda:0", last], ["cuda:0", last], 30, 4)
-    in_line = SimpleNamespace(on=lambda device: Place(device, torch.cuda.current_stream(device)))
-    outcome: dict[str, Any] = {}
-    for name, job in {
+    jobs = {
         "split": split,
         "colocated": replace(both, plan=replace(both.plan, mode="colocated")),
-    }.items():
-        beside = run(job)["losses"]
-        with mock.patch.object(engine, "Reducer", Slow):
-            slow = run(job)["losses"]
+        "alone": make_job(["cuda:0"], [last], 30, 2),
+    }
+    in_line = SimpleNamespace(on=lambda device: Place(device, torch.cuda.current_stream(device)))
+    outcome: dict[str, Any] = {}
+    for name, job in jobs.items():
         with mock.patch.object(build, "Place", in_line):
             plain = run(job)["losses"]
-        assert beside == plain, f"{name}: updates beside rows differ from updates in line"
-        assert slow == plain, f"{name}: slow updates beside rows differ from updates in line"
+        assert run(job)["losses"] == plain, f"{name}: updates beside rows differ from updates in line"
+        with mock.patch.object(reduce, "Meeting", LateMeeting):
+            assert run(job)["losses"] == plain, (
+                f"{name}: late updates beside rows differ from updates in line"
+            )
+            with mock.patch.object(Member, "await_update"):
+                assert differs(job, plain), f"{name}: rows that wait for no update go unnoticed"
+        with mock.patch.object(Member, "updating", updating_before_the_rows_end):
+            assert differs(job, plain), f"{name}: updates that wait for no row go unnoticed"
         outcome[name] = plain[-1]
     return outcome
 
