@@ -49,6 +49,7 @@ def kept() -> Counter[int]:
     drafter = Drafter(spec).bfloat16()
     drafter.init_weights(0)
     token_rows, taps = torch.randn(BLOCKS + 1, HIDDEN), torch.randn(CONTEXT, spec.num_taps * HIDDEN)
+    rotaries = drafter.rotary(torch.arange(CONTEXT)), drafter.rotary(torch.arange(QUERIES))
     sizes: Counter[int] = Counter()
 
     def partition(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -67,7 +68,7 @@ def kept() -> Counter[int]:
     @torch.compile(backend=backend)
     def hidden() -> Tensor:
         blocks = embed_blocks(token_rows, spec, torch.bfloat16)
-        return drafter(blocks, taps.bfloat16(), torch.arange(CONTEXT), torch.arange(QUERIES), attend)
+        return drafter.hidden(blocks, taps.bfloat16(), *rotaries, attend)
 
     with functorch_config.patch({**RECOMPUTE, "enable_autograd_cache": False}):
         hidden().sum().backward()

@@ -13,7 +13,7 @@ Q = block tokens. Everything is one row: there is no batch dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,37 @@ from draftline.drafter.attention import Attend
 from draftline.errors import ConfigError
 
 Rotary = tuple[Tensor, Tensor]
-"""cos and sin, fp32 [n, hd]."""
+"""cos and sin of the angles at n positions, each fp32 [n, hd / 2]."""
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotary position embedding of x [heads, n, hd], computed in fp32 or better, returned in x's dtype."""
-    # No concatenation of the turned halves: the compiler cannot compute one again, so that attention's backward would
-    # keep every rotated query and key beside what it was rotated from.
+    turned: Tensor = _Rotation.apply(x, *rotary)  # pyright: ignore[reportAssignmentType]
+    return turned
+
+
+class _Rotation(torch.autograd.Function):
+    """Backward is the rotation by the opposite angles; autograd's own would add up four terms for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(slopes[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (2, -1))  # [heads, n, 2, hd / 2]
-    cos, sin = (table.unflatten(-1, (2, -1)) for table in rotary)
     left, right = wide[..., :1, :], wide[..., 1:, :]
     is_right = torch.arange(2, device=x.device)[:, None] == 1
-    return (wide * cos + torch.where(is_right, left, -right) * sin).flatten(-2).to(x.dtype)
+    # Not a concatenation of the turned halves: the compiler cannot compute one again, so that attention's backward
+    # would keep every rotated query and key beside what it was rotated from.
+    across = torch.where(is_right, left, -right)
+    return (wide * cos[:, None] + across * sin[:, None]).flatten(-2).to(x.dtype)
 
 
 class DrafterAttention(nn.Module):
@@ -146,11 +165,11 @@ class Drafter(nn.Module):
         return self.hidden_norm(self.fc(taps))
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """cos and sin in fp32 [n, hd] of int64 positions [n]."""
+        """cos and sin in fp32 [n, hd / 2] of int64 positions [n]."""
         # Not a buffer: `.to(bfloat16)` would round the frequencies, which moves far positions by whole turns.
         even = torch.arange(0, self.spec.head_dim, 2, dtype=torch.float32, device=positions.device)
         frequencies = 1.0 / self.spec.rope_theta ** (even / self.spec.head_dim)
-        angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
+        angles = torch.outer(positions.float(), frequencies)
         return angles.cos(), angles.sin()
 
     def forward(
@@ -173,9 +192,14 @@ class Drafter(nn.Module):
         Returns:
             [Q, D]; slot k of a block predicts the token at the anchor's position + k.
         """
-        context = self.fuse(taps)
-        context_rotary, block_rotary = self.rotary(context_positions), self.rotary(block_positions)
-        x = block_embeds
+        rotaries = self.rotary(context_positions), self.rotary(block_positions)
+        return self.hidden(block_embeds, taps, *rotaries, attend)
+
+    def hidden(
+        self, block_embeds: Tensor, taps: Tensor, context_rotary: Rotary, block_rotary: Rotary, attend: Attend
+    ) -> Tensor:
+        """`forward` from tables that the caller made with `rotary`."""
+        context, x = self.fuse(taps), block_embeds
         for layer in self.decoder_layers():
             x = layer.block(x, layer.context_kv(context, context_rotary), block_rotary, attend)
         return self.norm(x)

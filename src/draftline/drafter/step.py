@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from draftline.compiling.graphs import Step
 from draftline.config import DrafterSpec
@@ -21,7 +22,7 @@ from draftline.drafter.flash import Bounds, context_bounds, flash_attend
 from draftline.drafter.flash_proof import prove_flash
 from draftline.drafter.loss import cross_entropy_chunk, frozen_head_loss
 from draftline.drafter.mask import MaskMod, mask_mod
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import Drafter, Rotary
 from draftline.drafter.stats import row_stats, stats_size
 from draftline.drafter.tiled import query_tiles, tiled_attend
 from draftline.optim import FlatParameters
@@ -92,21 +93,28 @@ class DrafterStep:
         capability = torch.cuda.get_device_capability(device) if head.is_cuda else None
         self._kernel_options = kernel_options(self.spec.head_dim, capability)
         self.stats = torch.zeros(stats_size(self.spec.block_size), device=device)
+        self._rotaries: Callable[[], tuple[Rotary, Rotary]] = self.rotaries
         self._hidden: Callable[..., Tensor] = self.hidden
         self._chunk: Callable[..., tuple[Tensor, Tensor, Tensor]] = cross_entropy_chunk
         if compile_function is not None:
+            # apart, so that the tables exist: one graph would compute every cosine again for each head of each layer
+            self._rotaries = compile_function(self.rotaries)  # pyright: ignore[reportAttributeAccessIssue]
             self._hidden = compile_function(self.hidden)  # pyright: ignore[reportAttributeAccessIssue]
             self._chunk = compile_function(cross_entropy_chunk)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def hidden(self) -> Tensor:
-        """Final hidden states of every block token, [A * B, D]."""
+    def rotaries(self) -> tuple[Rotary, Rotary]:
+        """Of the context's positions and of the blocks'."""
         row = self.row
         blocks = block_positions(row.positions, row.anchors, self.spec.block_size)
-        return self.drafter(
+        return self.drafter.rotary(row.positions), self.drafter.rotary(blocks.flatten())
+
+    def hidden(self, context_rotary: Rotary, block_rotary: Rotary) -> Tensor:
+        """Final hidden states of every block token, [A * B, D]."""
+        return self.drafter.hidden(
             embed_blocks(self.states.token_rows, self.spec, self.dtype),
             self.states.taps.to(self.dtype),
-            row.positions,
-            blocks.flatten(),
+            context_rotary,
+            block_rotary,
             self._attend(),
         )
 
@@ -155,13 +163,15 @@ class DrafterStep:
 
     def run(self) -> tuple[Tensor, ...]:
         """Add the loaded row's sums to `stats`; returns its gradients, in the order of `parameters`."""
-        hidden = self._hidden()
+        hidden = self._hidden(*self._rotaries())
         loss = frozen_head_loss(
             hidden, self.head, self.row.labels, self.row.weights, self.chunk_rows, self._chunk
         )
+        edge = get_gradient_edge(hidden)
+        del hidden  # backward needs only where it came from
         # a row without any anchor uses no key: those weights have no gradient, which adds up like zero
         gradients = torch.autograd.grad(
-            hidden, self.parameters.parameters, loss.gradient, materialize_grads=True
+            edge, self.parameters.parameters, loss.gradient, materialize_grads=True
         )
         with torch.no_grad():
             self.stats += row_stats(loss, self.row.weights, self.row.anchor_valid)

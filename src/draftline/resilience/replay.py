@@ -141,7 +141,7 @@ def _look_at_taps(row: Row, taps: Tensor, spec: DrafterSpec) -> Iterator[TapFind
 
 @torch.no_grad()
 def _bad_blocks(row: Row, step: DrafterStep) -> tuple[int, ...]:
-    hidden = step.hidden().unflatten(0, (len(row.anchors), -1))  # [A, B, D]
+    hidden = step.hidden(*step.rotaries()).unflatten(0, (len(row.anchors), -1))  # [A, B, D]
     bad = ~hidden.isfinite().all(dim=2).all(dim=1).cpu() & row.anchor_valid
     return tuple(bad.nonzero().flatten().tolist())
 
