@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from draftline.drafter.model import Drafter
+from draftline.drafter.model import Drafter, rotate
 from draftline.errors import ConfigError
-from tests.oracles.tiny import FULL, MIXED, packed_row, random_drafter, row_hidden, tiny_spec
+from tests.oracles.tiny import FULL, MIXED, TinyRow, packed_row, random_drafter, row_hidden, tiny_spec
 from tests.oracles.zlab import zlab_block, zlab_drafter
 
 LAYOUTS = {
@@ -24,14 +25,53 @@ LAYOUTS = {
 def test_every_block_of_a_packed_row_equals_zlab_alone_with_that_prefix(layout):
     drafter = random_drafter(tiny_spec(**layout))
     row = packed_row(drafter.spec, (17, 9, 14), [1, 7, 16, 17, 20, 26, 33, 39], num_padding=3)
+
+    hidden = row_hidden(drafter, row)[row.anchor_valid]
+    expected = zlab_hidden(zlab_drafter(drafter), row, drafter.spec.block_size)
+
+    assert (hidden - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_the_gradient_of_every_weight_equals_that_of_autograd_through_zlabs_code(layout):
+    drafter = random_drafter(tiny_spec(**layout))
+    row = packed_row(drafter.spec, (17, 9, 14), [1, 7, 16, 17, 20, 26, 33, 39], num_padding=3)
     oracle = zlab_drafter(drafter)
+    slope = torch.randn(8, drafter.spec.block_size, drafter.spec.hidden_size, dtype=torch.float64)
 
-    hidden = row_hidden(drafter, row)
+    (row_hidden(drafter, row)[row.anchor_valid] * slope).sum().backward()
+    (zlab_hidden(oracle, row, drafter.spec.block_size) * slope).sum().backward()
 
-    for block, anchor in enumerate(row.anchors[row.anchor_valid].tolist()):
-        embeds = row.block_embeds.unflatten(0, (-1, drafter.spec.block_size))[block]
-        expected = zlab_block(oracle, embeds, row.taps[row.start_of(anchor) : anchor])
-        assert (hidden[block] - expected).abs().max() < 1e-6
+    theirs = dict(oracle.named_parameters())
+    for name, weight in drafter.named_parameters():
+        expected = theirs[name].grad
+        assert weight.grad is not None
+        assert expected is not None
+        assert (weight.grad - expected).abs().max() < 1e-5 * expected.abs().max(), name
+
+
+def zlab_hidden(oracle: torch.nn.Module, row: TinyRow, block_size: int) -> Tensor:
+    """z-lab's hidden states [blocks, B, D] of a row's valid blocks, each after its own document's prefix alone."""
+    embeds = row.block_embeds.unflatten(0, (-1, block_size))
+    return torch.stack(
+        [
+            zlab_block(oracle, embeds[block], row.taps[row.start_of(anchor) : anchor])
+            for block, anchor in enumerate(row.anchors[row.anchor_valid].tolist())
+        ]
+    )
+
+
+def test_a_rotation_turns_and_its_gradient_turns_back():
+    rotary = Drafter(tiny_spec()).rotary(torch.tensor([0, 3, 700]))
+    x = torch.randn(2, 3, tiny_spec().head_dim, dtype=torch.float64, requires_grad=True)
+
+    (back,) = torch.autograd.grad(rotate(x, rotary), x, rotate(x, rotary))
+
+    # a rotation keeps lengths, so that its transpose is its inverse; the tables are float32
+    torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-6)
+    assert torch.equal(rotate(x, rotary)[:, 0], x[:, 0])
+    assert (rotate(x, rotary)[:, 1:] - x[:, 1:]).abs().max() > 0.1
+    assert torch.autograd.gradcheck(lambda y: rotate(y, rotary), x)
 
 
 def test_the_state_dict_has_exactly_the_published_names_and_shapes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +22,7 @@ from draftline.drafter.attention import sdpa_attend
 from draftline.drafter.blocks import opening_tokens
 from draftline.drafter.mask import block_mask_dense
 from draftline.drafter.model import Drafter
-from draftline.drafter.step import AccumulatingStep, DrafterStep
+from draftline.drafter.step import AccumulatingStep, Compile, DrafterStep
 from draftline.optim import FlatParameters
 from draftline.target.states import TargetStates
 from tests.oracles.tiny import random_drafter, tiny_spec
@@ -87,7 +89,9 @@ class Totals:
     gradients: dict[str, Tensor]
 
 
-def step_over(spec: DrafterSpec, rows: list[Row], chunk_rows: int = 1024) -> Totals:
+def step_over(
+    spec: DrafterSpec, rows: list[Row], chunk_rows: int = 1024, compile_function: Compile | None = None
+) -> Totals:
     """Run the trainer's own step over rows, in fp64, and read its accumulators."""
     drafter, frozen = random_drafter(spec), Frozen.of(spec)
     parameters = FlatParameters(drafter, 1, torch.float64)
@@ -95,7 +99,9 @@ def step_over(spec: DrafterSpec, rows: list[Row], chunk_rows: int = 1024) -> Tot
     device_row = DeviceRow(rows[0], cpu)
     shape = len(rows[0].input_ids), spec.num_taps, len(rows[0].anchors), spec.hidden_size
     states = TargetStates.zeros(*shape, like=frozen.head)
-    step = DrafterStep(drafter, parameters, frozen.head, device_row, states, "sdpa", chunk_rows)
+    step = DrafterStep(
+        drafter, parameters, frozen.head, device_row, states, "sdpa", chunk_rows, compile_function
+    )
     whole = AccumulatingStep(LaunchedStep(step.run), parameters.write, parameters.accumulate)
     for order, row in enumerate(rows):
         device_row.load(row)
@@ -224,3 +230,25 @@ def test_documents_of_any_length_give_a_finite_loss(length: int):
     assert int(row.anchor_valid.sum()) > 0
     assert totals.stats.isfinite().all()
     assert float(totals.stats[1]) > 0
+
+
+def test_the_last_hidden_states_are_gone_when_backward_begins():
+    held: list[bool] = []
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            result = function(*inputs)
+            if isinstance(
+                result, Tensor
+            ):  # of the step's functions one gives a tensor alone: the hidden states
+                assert result.grad_fn is not None
+                reference = weakref.ref(result)
+                result.grad_fn.register_prehook(lambda _: held.append(reference() is not None))
+            return result
+
+        return call
+
+    row = row_from_documents(0, [document(40, 1)], shape(), seed=0)
+    step_over(spec_of(), [row], compile_function=watched)
+
+    assert held == [False]

@@ -58,12 +58,11 @@ def zlab_drafter(drafter: Drafter) -> torch.nn.Module:
 
 def zlab_block(model: torch.nn.Module, block_embeds: Tensor, taps: Tensor) -> Tensor:
     """z-lab's hidden states [B, D] of one block after `taps` [S, K*D] of one whole document prefix."""
-    with torch.no_grad():
-        return model(
-            position_ids=torch.arange(taps.shape[0] + block_embeds.shape[0])[None],
-            target_hidden=taps[None],
-            noise_embedding=block_embeds[None],
-        )[0]
+    return model(
+        position_ids=torch.arange(taps.shape[0] + block_embeds.shape[0])[None],
+        target_hidden=taps[None],
+        noise_embedding=block_embeds[None],
+    )[0]
 
 
 def zlab_decode(

@@ -28,7 +28,10 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary position embedding of x [heads, n, hd], computed in fp32 or better, returned in x's dtype."""
+    """Rotary position embedding of x [heads, n, hd], computed in fp32 or better, returned in x's dtype.
+
+    The tables take no gradient.
+    """
     turned: Tensor = _Rotation.apply(x, *rotary)  # pyright: ignore[reportAssignmentType]
     return turned
 
@@ -193,12 +196,12 @@ class Drafter(nn.Module):
             [Q, D]; slot k of a block predicts the token at the anchor's position + k.
         """
         rotaries = self.rotary(context_positions), self.rotary(block_positions)
-        return self.hidden(block_embeds, taps, *rotaries, attend)
+        return self.from_tables(block_embeds, taps, *rotaries, attend)
 
-    def hidden(
+    def from_tables(
         self, block_embeds: Tensor, taps: Tensor, context_rotary: Rotary, block_rotary: Rotary, attend: Attend
     ) -> Tensor:
-        """`forward` from tables that the caller made with `rotary`."""
+        """`forward` where the caller has made the tables of both kinds of positions with `rotary`."""
         context, x = self.fuse(taps), block_embeds
         for layer in self.decoder_layers():
             x = layer.block(x, layer.context_kv(context, context_rotary), block_rotary, attend)

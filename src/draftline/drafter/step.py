@@ -103,14 +103,14 @@ class DrafterStep:
             self._chunk = compile_function(cross_entropy_chunk)  # pyright: ignore[reportAttributeAccessIssue]
 
     def rotaries(self) -> tuple[Rotary, Rotary]:
-        """Of the context's positions and of the blocks'."""
+        """Of the loaded row's positions and of its blocks', as `hidden` takes them."""
         row = self.row
         blocks = block_positions(row.positions, row.anchors, self.spec.block_size)
         return self.drafter.rotary(row.positions), self.drafter.rotary(blocks.flatten())
 
     def hidden(self, context_rotary: Rotary, block_rotary: Rotary) -> Tensor:
         """Final hidden states of every block token, [A * B, D]."""
-        return self.drafter.hidden(
+        return self.drafter.from_tables(
             embed_blocks(self.states.token_rows, self.spec, self.dtype),
             self.states.taps.to(self.dtype),
             context_rotary,
