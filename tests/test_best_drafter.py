@@ -46,8 +46,15 @@ def test_the_reported_acceptance_is_that_of_the_exported_drafter(spoilt: Trained
     assert spoilt.after is not None
     assert spoilt.after.overall.tau == taus[spoilt.exported_step] == max(taus.values())
     assert f"| all | {spoilt.after.overall.tau:.2f} |" in (spoilt.drafter / "README.md").read_text()
-    last = [line for line in lines if "eval/tau" in line and "eval/step" not in line][-1]
-    assert last["eval/tau"] < spoilt.after.overall.tau
+    assert max(taus) == spoilt.steps
+    assert taus[spoilt.steps] < spoilt.after.overall.tau
+
+
+def test_the_evaluation_before_training_is_among_the_metrics(spoilt: Trained):
+    first = json.loads((spoilt.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert spoilt.before is not None
+    assert (first["progress/step"], first["eval/step"]) == (0, 0)
+    assert first["eval/tau"] == spoilt.before.overall.tau
 
 
 def test_evaluations_carry_slices_positions_and_the_gap_to_training(spoilt: Trained):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftline.metrics import MetricsLog, Progress
+from draftline.metrics import MetricsLog, Progress, Rate
 from draftline.resilience.folder import METRICS
 
 
@@ -120,3 +120,10 @@ def test_a_folder_in_the_files_place_is_told_once_and_costs_no_line_when_it_goes
     assert steps_in(tmp_path) == [1, 2, 3, 4]
     assert ["is a folder now" in words for words in said] == [True, False]
     assert "written again" in said[1]
+
+
+def test_a_rate_counts_from_the_end_of_the_first_step_of_its_own_process():
+    rate = Rate()
+    assert rate.after_step(90_000, 60.0) is None  # start-up, and the tokens of the process before a resume
+    assert rate.after_step(91_000, 62.0) == 500.0
+    assert rate.after_step(94_000, 64.0) == 1000.0

@@ -18,11 +18,15 @@ NEEDED = ["--target.path=builtin:tiny", "--data.path=x", "--output=o", "--optim.
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [1", "not valid YAML in line 1"),
+        ("a: [1", "line 1: not valid YAML"),
         ("", "holds nothing, not settings"),
-        ("- 1", "holds list, not settings"),
+        ("- 1", "holds a list, not settings"),
         ("seed: 3\nrows: {}\nseed: 4\n", "line 3: the key 'seed' stands twice"),
         ("optim: {lr: 1.0, lr: 2.0}", "the key 'lr' stands twice"),
+        ("seed: 3\n3: 3\n", "line 2: the key 3 is no name of a setting"),
+        ("null: 3", "the key None is no name of a setting"),
+        ("rows: {[1]: 3}", r"the key \[1\] is no name of a setting"),
+        ("base: &b {lr: 1}\noptim: {<<: *b}", "line 2: settings cannot be merged with <<"),
     ],
 )
 def test_a_file_that_holds_no_settings_is_refused_with_its_line(tmp_path: Path, text: str, words: str):
@@ -60,6 +64,8 @@ RUN = "target: {path: builtin:tiny}\ndata: {path: x}\noutput: o\noptim: {steps: 
         ("rows: {token_buget: 128}", r"rows\.token_buget\. Did you mean rows\.token_budget\?"),
         ("lr: 3", r"run\.yaml: lr\. Did you mean optim\.lr\?"),
         ("evaluation: {xx: 3}", r"evaluation\.xx\. There are evaluation\.every, "),
+        ("evaluaton: {every: 3}", r"evaluaton\.every\. Did you mean evaluation\.every\?"),
+        ("chekpoint: {every: 3}", r"chekpoint\.every\. Did you mean checkpoint\.every\?"),
         ("evaluation: {lr: 3}", r"evaluation\.lr\. Did you mean optim\.lr\?"),
         ("rows: {zzzz: 3}", r"rows\.zzzz\. There are rows\.token_budget, "),
         ("zzzz: 3", r"Unknown setting in .*run\.yaml: zzzz. There are .*seed, .*deadlines"),
@@ -241,3 +247,36 @@ def test_the_usage_of_train_says_what_stands_where(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         app("train --help")
     assert "Usage: draftline train [RUN.YAML] [--SETTING VALUE]... [--json]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("no", "no"),
+        ("On", "On"),
+        ("1:30", "1:30"),
+        ("012", "012"),
+        ("2026-12-01", "2026-12-01"),
+        ("1:30.5", "1:30.5"),
+        ("true", True),
+        ("False", False),
+        ("-12", -12),
+        ("1_000", 1000),
+        ("0", 0),
+        ("1.5", 1.5),
+        ("1e-4", 1e-4),
+        ("-2.5E3", -2500.0),
+        ("null", None),
+        ("~", None),
+        ("'12'", "12"),
+    ],
+)
+def test_a_word_of_a_file_is_what_it_looks_like(tmp_path: Path, written: str, read: object):
+    (tmp_path / "run.yaml").write_text(f"seed: {written}\n", encoding="utf-8")
+    value = read_yaml(tmp_path / "run.yaml")["seed"]
+    assert (value, type(value)) == (read, type(read))
+
+
+def test_more_steps_than_any_run_takes_are_refused():
+    with pytest.raises(ConfigError, match=r"optim\.steps=.*less than or equal to 1000000000"):
+        parse_run([*(flag for flag in NEEDED if "steps" not in flag), "--optim.steps=99999999999999999999"])

@@ -153,7 +153,7 @@ class OptimConfig(Frozen):
     """Largest global gradient norm."""
     rows_per_step: int = Field(default=8, gt=0)
     """Rows in one optimizer step, over all drafters; a multiple of their number."""
-    steps: int | None = Field(default=None, gt=0)
+    steps: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Optimizer steps; give this or `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data; give this or `steps`."""

@@ -42,6 +42,27 @@ class Progress:
         }
 
 
+class Rate:
+    """Tokens a second of this process, since the end of its first step: start-up and the steps before a resume, whose
+    seconds or tokens are another's, do not count."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def after_step(self, tokens: int, now: float) -> float | None:
+        """The rate at a step's end; None at the first.
+
+        Args:
+            tokens: `Progress.tokens_target`.
+            now: seconds of one clock.
+        """
+        if self._first is None:
+            self._first = tokens, now
+            return None
+        first_tokens, first_time = self._first
+        return (tokens - first_tokens) / max(1e-9, now - first_time)
+
+
 def train_metrics(record: StepRecord, stats: StepStats) -> dict[str, float]:
     """Metrics of one optimizer step."""
     metrics = {

@@ -21,7 +21,7 @@ from draftline.drafter.model import new_weights
 from draftline.drafter.stats import read_stats
 from draftline.drafter.worker import StepRecord
 from draftline.errors import DiskFullError, blame_of
-from draftline.metrics import MetricsLog, Progress, eval_metrics, train_metrics
+from draftline.metrics import MetricsLog, Progress, Rate, eval_metrics, train_metrics
 from draftline.paths import EXPORT
 from draftline.pipeline.engine import BadStep, Engine, Ready
 from draftline.pipeline.job import Job
@@ -54,6 +54,9 @@ class Session:
         self._prepared, self._job = prepared, prepared.job
         self._checkpointer = prepared.accepted.checkpointer
         self._progress = Progress(started=time.monotonic())
+        self._rate = Rate()
+        self._resumed_tokens = 0
+        """Of `tokens_target`, what earlier processes read."""
         self._records: dict[int, list[StepRecord]] = {}
         self._shards: dict[int, list[ShardState]] = {}
         self._state: TrainingState | None = None
@@ -83,7 +86,7 @@ class Session:
         self._require_room(job)
         log = MetricsLog(self._config.output, job.schedule.first_step, say=self._screen.say)
         try:
-            before = self._measure_start(job)
+            before = self._measure_start(job, log)
             begin = time.monotonic()
             with self._checkpointer, self._cause_first():
                 self._evaluate_again(job, log)
@@ -154,12 +157,19 @@ class Session:
         limit = Limit(self._config.evaluation.max_new_tokens, accepted.stop_token_ids)
         return Evaluator(self._job.target, self._job.spec, accepted.prompts, limit)
 
-    def _measure_start(self, job: Job) -> Evaluation | None:
+    def _measure_start(self, job: Job, log: MetricsLog) -> Evaluation | None:
         if self._evaluator is None or job.resumed is not None:
             return None
         before = self._evaluator.measure(job.initial or new_weights(job.spec, job.seed))
+        self._log_evaluation(log, before, step=0)
         self._screen.say(f"before training: tau {_tau(before)}")
         return before
+
+    def _log_evaluation(self, log: MetricsLog, measured: Evaluation, step: int) -> None:
+        """Once for each step: a command that is given again measures again, and finds the same."""
+        if step not in log.evaluated:
+            metrics = eval_metrics(measured, self._accept_anchor_mean)
+            log.write(self._progress, {"eval/step": step, **metrics})
 
     def _resume(self, loaded: Loaded | None) -> Job:
         if loaded is None:
@@ -168,7 +178,7 @@ class Session:
             self._screen.say(note)
         self._screen.say(f"resuming after step {loaded.step} from {loaded.path}")
         self._progress.step = loaded.step
-        self._progress.tokens_target = int(loaded.meta["tokens_target"])
+        self._progress.tokens_target = self._resumed_tokens = int(loaded.meta["tokens_target"])
         self._progress.blocks = int(loaded.meta["blocks"])
         state = dict(loaded.tensors[STATE_FILE])
         self._state = TrainingState(loaded.step, state)
@@ -214,9 +224,10 @@ class Session:
         self._progress.step = record.step + 1
         self._progress.blocks += stats.num_blocks
         log.write(self._progress, train_metrics(record, stats))
-        rate = self._progress.tokens_target / max(1e-9, time.monotonic() - self._progress.started)
-        detail = f"loss {stats.loss:.3f}  {rate / 1000:.1f} k tokens/s  {starvation.words()}"
-        bar.update(record.step + 1, detail.rstrip())
+        rate = self._rate.after_step(self._progress.tokens_target, time.monotonic())
+        speed = "" if rate is None else f"{rate / 1000:.1f} k tokens/s"
+        detail = "  ".join(part for part in (f"loss {stats.loss:.3f}", speed, starvation.words()) if part)
+        bar.update(record.step + 1, detail)
 
     def _collect(self, shard: ShardState) -> None:
         shards = self._shards.setdefault(shard.steps_done, [])
@@ -238,8 +249,7 @@ class Session:
         for measured in self._evaluator.finished() if self._evaluator else ():
             with self._full_disk_may_pass():
                 self._checkpointer.mark_best(measured.step, measured.evaluation.overall.tau)
-            metrics = eval_metrics(measured.evaluation, self._accept_anchor_mean)
-            log.write(self._progress, {"eval/step": measured.step, **metrics})
+            self._log_evaluation(log, measured.evaluation, measured.step)
             self._screen.say(f"step {measured.step}: tau {_tau(measured.evaluation)}")
 
     def _save(self, state: TrainingState) -> None:
@@ -268,7 +278,7 @@ class Session:
         step, weights = self._state.steps_done, self._state.weights()
         after = self._evaluator.measure(weights) if self._evaluator else None
         if after is not None and self._evaluator is not None:
-            log.write(self._progress, eval_metrics(after, self._accept_anchor_mean))
+            self._log_evaluation(log, after, step)
             self._screen.say(f"after {step} steps: tau {_tau(after)}")
             best = self._better_checkpoint(after)
             if best is not None:
@@ -282,7 +292,7 @@ class Session:
             exported_step=step,
             loss=self._loss,
             seconds=seconds,
-            tokens_per_s=self._progress.tokens_target / max(seconds, 1e-9),
+            tokens_per_s=(self._progress.tokens_target - self._resumed_tokens) / max(seconds, 1e-9),
             before=before,
             after=after,
             skipped_checkpoints=self.num_skipped_checkpoints,

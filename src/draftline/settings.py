@@ -97,7 +97,7 @@ def _unknown(error: cyclopts.UnknownOptionError) -> str:
 def _nearest(name: str, known: Sequence[str]) -> str | None:
     """A known name like this one: the same of another section, where it was put by mistake, or one beside it."""
     if misplaced := [one for one in known if _last(one) == _last(name)]:
-        return misplaced[0]
+        return difflib.get_close_matches(name, misplaced, n=1, cutoff=0.0)[0]
     if beside := _of_section(name, known):  # which all begin alike
         parts = {_last(one): one for one in beside}
         return next((parts[one] for one in _like(_last(name), parts)), None)
@@ -124,16 +124,54 @@ def _beside(name: str, known: Sequence[str]) -> list[str]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML silently keeps the last."""
+    """YAML without what it does in silence: a key that stands twice, of which the last is kept, and words and numbers
+    that YAML 1.1 takes for something else (`yes`, `on`, `1:30`, `012`, `2026-12-01`)."""
+
+    # the guesses of YAML 1.1 by first character, less those that YAML 1.2 dropped
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the library's own table, of this class
+        first: [(tag, pattern) for tag, pattern in guesses if tag.rpartition(":")[2] in ("null", "merge")]
+        for first, guesses in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key!r} stands twice", problem_mark=node.value[index][0].start_mark
-                )
+        keys: list[Any] = []
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise _refusal("settings cannot be merged with <<; write them out", key_node)
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise _refusal(f"the key {key!r} is no name of a setting", key_node)
+            if key in keys:
+                raise _refusal(f"the key {key!r} stands twice", key_node)
+            keys.append(key)
         return super().construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|false)$", re.I), list("tTfF")
+)
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)(e[-+]?[0-9]+)?|[0-9]+e[-+]?[0-9]+|\.inf)$|^\.nan$", re.I),
+    list("-+.0123456789"),
+)
+
+
+def _refusal(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+
+
+_KINDS = {
+    type(None): "nothing",
+    list: "a list",
+    str: "text",
+    bool: "a word",
+    int: "a number",
+    float: "a number",
+}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -152,13 +190,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)  # noqa: S506 - a SafeLoader
     except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path} is not valid YAML{line}: {error.problem}; correct it") from None
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        kind = "" if isinstance(error, yaml.constructor.ConstructorError) else "not valid YAML: "
+        raise ConfigError(f"{path}{line}: {kind}{error.problem}; correct it") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}; correct it") from None
     if not isinstance(values, dict):
+        kind = type(values)
         raise ConfigError(
-            f"{path} holds {'nothing' if values is None else type(values).__name__}, not settings such as "
+            f"{path} holds {_KINDS.get(kind, kind.__name__)}, not settings such as "
             "`target: {path: ./my-target}`; the README shows a whole run.yaml"
         )
     return values
@@ -178,7 +218,7 @@ def spread_lists(tokens: Sequence[str]) -> Iterator[str]:
             name = token if token.startswith("--") and not has_value else None
             continue
         try:
-            values = yaml.safe_load(value)
+            values = yaml.load(value, _StrictLoader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError:
             raise ConfigError(f"{flag}={value} begins like a list and is none; write '[a, b]'") from None
         repeated = [f"{flag}={one}" for one in values]
