@@ -14,6 +14,7 @@ from draftline.trained import Trained
 from tests.test_cli import SETTINGS
 
 EVALUATED = ("--evaluation.every=1", "--checkpoint.keep=5", "--optim.warmup-ratio=0.99")
+GOOD = ("--optim.steps=40", "--optim.lr=6e-3")
 
 
 def run(folder: Path, *flags: str) -> Trained:
@@ -23,7 +24,7 @@ def run(folder: Path, *flags: str) -> Trained:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A drafter that has begun to learn."""
-    return run(tmp_path_factory.mktemp("best") / "good", "--optim.steps=40", "--optim.lr=6e-3")
+    return run(tmp_path_factory.mktemp("best") / "good", *GOOD)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,19 @@ def test_the_evaluation_before_training_is_among_the_metrics(spoilt: Trained):
     assert spoilt.before is not None
     assert (first["progress/step"], first["eval/step"]) == (0, 0)
     assert first["eval/tau"] == spoilt.before.overall.tau
+
+
+def test_a_finished_run_that_is_started_again_measures_the_same_and_writes_it_once(good: Trained):
+    metrics = good.folder / "metrics.jsonl"
+    written = metrics.read_text()
+    assert json.loads(written.splitlines()[-1])["eval/step"] == good.steps
+
+    again = run(good.folder, *GOOD)
+
+    assert again.after is not None
+    assert good.after is not None
+    assert again.after.overall == good.after.overall
+    assert metrics.read_text() == written
 
 
 def test_evaluations_carry_slices_positions_and_the_gap_to_training(spoilt: Trained):
