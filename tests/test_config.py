@@ -78,12 +78,28 @@ VALUES = {
     "--checkpoint.keep=1": "checkpoint.keep='1': Input should be greater than or equal to 2",
     "--drafter.block-size=1": "drafter.block_size='1': Input should be greater than or equal to 2",
     "--seed=-1": "seed='-1': Input should be greater than or equal to 0",
+    "--drafter.num-layers=100000": "drafter.num_layers='100000': Input should be less than or equal to 1000",
+    "--drafter.init-from=": "drafter.init_from='': String should have at least 1 character",
 }
 
 
 @pytest.mark.parametrize(("flag", "message"), VALUES.items())
 def test_a_value_that_cannot_work_is_named_with_the_reason(flag: str, message: str):
     assert message in refused(flag)
+
+
+def test_a_moving_average_that_never_moves_is_refused():
+    assert refused("--optim.betas", "0.9", "1") == "optim.betas.1='1': Input should be less than 1"
+    assert refused("--optim.betas", "-1", "0.9").startswith(
+        "optim.betas.0='-1': Input should be greater than"
+    )
+
+
+@pytest.mark.parametrize("group", ["target", "data"])
+def test_an_empty_path_is_not_the_present_folder(group: str):
+    flags = [f"--{group}.path=" if flag.startswith(f"--{group}.path") else flag for flag in NEEDED]
+    with pytest.raises(ConfigError, match=rf"{group}\.path='': String should have at least 1 character"):
+        parse_run(flags)
 
 
 @pytest.mark.parametrize(("budget", "better"), [(1000, 1024), (1, 128), (4097, 4224)])

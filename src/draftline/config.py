@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -25,6 +25,10 @@ OnCorrupt = Literal["stop", "skip"]
 """What a missing or corrupt shard of a token store means."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Share of a moving average that is kept; with 1 it would never move."""
+
+
 class Frozen(BaseModel):
     """Base of all settings: immutable, no unknown keys, docstrings under fields become descriptions."""
 
@@ -34,7 +38,7 @@ class Frozen(BaseModel):
 class TargetConfig(Frozen):
     """The language model that will be made faster. It is read, never changed."""
 
-    path: str
+    path: str = Field(min_length=1)
     """Folder of a transformers model, `builtin:tiny`, `builtin:hybrid`, or a hub name."""
     dtype: Dtype = "auto"
     """Compute type; auto takes the checkpoint's own type on CUDA and float32 on a CPU."""
@@ -57,7 +61,7 @@ class TargetConfig(Frozen):
 class DataConfig(Frozen):
     """Training conversations."""
 
-    path: str
+    path: str = Field(min_length=1)
     """A token store made by `draftline prepare`, or a chat JSONL file that is prepared on the fly."""
     eval_path: tuple[str, ...] = ()
     """Held-out prompts for acceptance length: files of chat records, or sets by name (gsm8k, mt-bench, ...; see
@@ -98,7 +102,7 @@ class RowConfig(Frozen):
 class DrafterConfig(Frozen):
     """Shape of the drafter. None means: take it from the target."""
 
-    num_layers: int = Field(default=5, ge=1)
+    num_layers: int = Field(default=5, ge=1, le=1000)
     """Transformer layers."""
     block_size: int = Field(default=16, ge=2)
     """Tokens in a block: one anchor and block_size - 1 drafts. """
@@ -121,7 +125,7 @@ class DrafterConfig(Frozen):
     """Attention of each layer; none means full attention everywhere."""
     sliding_window: int | None = Field(default=None, gt=1)
     """Tokens a sliding layer sees, the current one included."""
-    init_from: str | None = None
+    init_from: str | None = Field(default=None, min_length=1)
     """Drafter, checkpoint or run folder whose weights training starts from (warm start); its architecture must be
     this one."""
 
@@ -145,7 +149,7 @@ class OptimConfig(Frozen):
     """Learning rate at the end, as a share of the peak."""
     warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
     """Share of the steps in which the rate rises linearly."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's moving-average factors."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decay of matrices; norm weights are never decayed."""
