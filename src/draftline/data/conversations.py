@@ -301,11 +301,28 @@ def _masked_ids(record: dict[str, Any]) -> TokenText:
     name = next((name for name in _MASKS if name in record), None)
     if name is None:
         raise UnusableRow(Reason.NOT_A_ROW, f"input_ids without a mask; give one of {', '.join(_MASKS)}")
-    flags = _ids(record, name)
+    supervised = _supervised(record, name, ids)
+    if name != "labels" and isinstance(record.get("labels"), list):
+        # Where labels are shifted by one, a mask beside them marks labels, not tokens.
+        _supervised(record, "labels", ids)
+    return TokenText(ids, supervised)
+
+
+def _supervised(record: dict[str, Any], name: str, ids: tuple[int, ...]) -> tuple[bool, ...]:
+    """Labels mark what is not supervised by -100, masks by 0."""
+    flags = _ids(record, name) if name == "labels" else _mask(record, name)
     if len(flags) != len(ids):
         raise UnusableRow(Reason.LENGTHS_DIFFER, f"{len(ids)} input_ids, {len(flags)} in '{name}'")
-    # Labels mark what is not supervised by -100, masks by 0.
-    return TokenText(ids, tuple(flag != -100 if name == "labels" else bool(flag) for flag in flags))
+    if name != "labels":
+        return tuple(map(bool, flags))
+    for place, (token, label) in enumerate(zip(ids, flags, strict=True)):
+        if label not in (token, -100):
+            raise UnusableRow(
+                Reason.LABELS_DIFFER,
+                f"label {label} at place {place} of input id {token}; a label that is not -100 must equal input_ids "
+                "at its own place (not shifted by one)",
+            )
+    return tuple(label != -100 for label in flags)
 
 
 def _joined_turns(record: dict[str, Any]) -> tuple[TokenText, ...]:
@@ -324,8 +341,34 @@ def _joined_turns(record: dict[str, Any]) -> tuple[TokenText, ...]:
     return tuple(documents)
 
 
-def _ids(record: dict[str, Any], name: str) -> tuple[int, ...]:
-    values = record.get(name)
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise UnusableRow(Reason.NOT_A_ROW, f"'{name}' is not a list of integers")
+def _mask(record: dict[str, Any], name: str) -> tuple[int, ...]:
+    values = _list(record, name)
+    for place, value in enumerate(values):
+        if not isinstance(value, int) or value not in (0, 1):
+            raise UnusableRow(
+                Reason.BAD_MASK, f"'{name}' has {_shown(value)} at place {place}; give 0 or 1, false or true"
+            )
     return tuple(values)
+
+
+def _ids(record: dict[str, Any], name: str) -> tuple[int, ...]:
+    values = _list(record, name)
+    for place, value in enumerate(values):
+        if type(value) is not int:  # to Python a bool is an integer, too
+            raise UnusableRow(
+                Reason.NOT_A_ROW,
+                f"'{name}' is not a list of integers: it has {_shown(value)} at place {place}",
+            )
+    return tuple(values)
+
+
+def _list(record: dict[str, Any], name: str) -> list[Any]:
+    values = record.get(name)
+    if not isinstance(values, list):
+        raise UnusableRow(Reason.NOT_A_ROW, f"'{name}' is not a list of integers")
+    return values
+
+
+def _shown(value: Any) -> str:
+    """A value as its row has it."""
+    return json.dumps(value, default=str)[:40]
