@@ -127,6 +127,16 @@ def test_d06_conversations_that_teach_nothing_are_dropped_by_reason_and_the_run_
     assert report.kept == len(store) == 1
 
 
+def test_d06_a_role_that_nobody_knows_is_the_reason_and_is_named(tmp_path):
+    alien = {"conversations": [{"from": "human", "value": "a"}, {"from": "alien", "value": "b"}]}
+    report, _ = prepared(tmp_path, {"messages": [{"role": "robot", "content": "a"}, ANSWER]}, alien, GOOD)
+    assert report.dropped == {str(Reason.UNKNOWN_ROLE): 2}
+    assert "'robot'; known are" in report.examples[Reason.UNKNOWN_ROLE]
+    with pytest.raises(DataError, match=r"unknown role .*'alien'; known are") as refused:
+        prepared(tmp_path, alien)
+    assert "draftline regenerate" not in str(refused.value)
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 251])
 def test_d07_an_answer_of_any_length_even_one_that_ends_the_row_teaches_up_to_its_last_token(length):
     # 256 tokens a row: the last case ends it exactly.

@@ -68,6 +68,41 @@ def test_a_sharegpt_function_call_becomes_a_tool_call_and_its_result_a_tool_turn
     assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
 
 
+@pytest.mark.parametrize(
+    ("role", "known"),
+    [
+        ("system", "system"),
+        ("developer", "developer"),
+        ("user", "user"),
+        ("human", "user"),
+        ("assistant", "assistant"),
+        ("gpt", "assistant"),
+        ("chatgpt", "assistant"),
+        ("bot", "assistant"),
+        ("model", "assistant"),
+        ("tool", "tool"),
+        ("observation", "tool"),
+        ("function", "tool"),
+        ("function_response", "tool"),
+        ("ipython", "tool"),
+        ("GPT", "assistant"),
+    ],
+)
+def test_every_usual_name_of_a_role_is_known(role, known):
+    for turn in ({"role": role, "content": "hi"}, {"from": role, "value": "hi"}):
+        conversation = parse_record({"messages": [turn]})
+        assert isinstance(conversation, Conversation)
+        assert conversation.messages[0]["role"] == known
+
+
+def test_roles_that_nobody_knows_are_named_with_those_that_are_known():
+    turns = [ASK, {"role": "robot", "content": "a"}, {"role": "Alien", "content": "b"}, ANSWER]
+    with pytest.raises(UnusableRow, match=r"'alien', 'robot'; known are .*user, .*human, gpt,") as refused:
+        parse_record({"messages": turns})
+    assert refused.value.reason is Reason.UNKNOWN_ROLE
+    assert not refused.value.reason.malformed
+
+
 def test_arguments_that_are_not_json_stay_the_text_that_was_written():
     calls = [{"function": {"name": "run", "arguments": "not { json"}}]
     conversation = parse_record({"messages": [ASK, {"role": "assistant", "tool_calls": calls}]})

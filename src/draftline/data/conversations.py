@@ -31,7 +31,9 @@ _ROLES = {
     "function": "tool",
     "function_response": "tool",
     "function_call": "assistant",
+    "ipython": "tool",
 }
+_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
 _MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "labels")
 _TURNS = ("messages", "conversations", "conversation")
@@ -101,6 +103,7 @@ def parse_record(record: Any) -> Conversation | TokenRow:
     if "prompt_ids" in record or "token_turns" in record:
         return TokenRow(_joined_turns(record), _is_truncated(record))
     messages = [_message(raw) for raw in _raw_messages(record)]
+    _refuse_unknown_roles(messages)
     return Conversation(tuple(messages), _tools(record.get("tools")), _is_truncated(record))
 
 
@@ -160,6 +163,16 @@ def refuse_half_pairs(text: str) -> None:
     """
     if _SURROGATE.search(text):
         raise UnusableRow(Reason.NOT_TEXT, "half of a surrogate pair, which no tokenizer takes")
+
+
+def _refuse_unknown_roles(messages: list[dict[str, Any]]) -> None:
+    # Whether such a turn is the target's own or context can only be guessed.
+    unknown = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
+    if unknown:
+        raise UnusableRow(
+            Reason.UNKNOWN_ROLE,
+            f"{', '.join(map(repr, unknown))}; known are {', '.join((*_KNOWN_ROLES, *_ROLES))}; rename such turns",
+        )
 
 
 def _refuse_repeated_role(messages: tuple[dict[str, Any], ...], index: int) -> None:

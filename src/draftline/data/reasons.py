@@ -21,6 +21,7 @@ class Reason(StrEnum):
     SYSTEM_ONLY = "system turn only"
     USER_ONLY = "no assistant turn"
     EMPTY_ASSISTANT = "empty assistant turn"
+    UNKNOWN_ROLE = "unknown role"
     ROLES = "roles do not alternate"
     NOT_TEXT = "content that is not text"
     TRUNCATED = "answer was cut off (finish_reason=length)"
