@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -87,8 +89,9 @@ def test_d02_a_mask_token_is_missing_or_ends_text_or_lies_outside_the_head_or_in
 def test_d03_ids_of_a_padded_head_are_neither_read_nor_drawn(tmp_path):
     tokenizer = make_tokenizer()
     rows = len(tokenizer) + 512
-    with pytest.raises(DataError, match="token ids outside the vocabulary"):
-        prepared(tmp_path, {"input_ids": [1, len(tokenizer), 2], "loss_mask": [0, 1, 1]})
+    for beyond in (len(tokenizer), 2**70, -1):
+        with pytest.raises(DataError, match="token ids outside the vocabulary"):
+            prepared(tmp_path, {"input_ids": [1, beyond, 2], "loss_mask": [0, 1, 1]})
     torch.manual_seed(0)
     target = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "vocab_size": rows}))
     target.generation_config.eos_token_id = None
@@ -122,6 +125,16 @@ def test_d06_conversations_that_teach_nothing_are_dropped_by_reason_and_the_run_
     reasons = (Reason.EMPTY_ASSISTANT, Reason.SYSTEM_ONLY, Reason.USER_ONLY, Reason.ROLES)
     assert report.dropped == {str(reason): 1 for reason in reasons}
     assert report.kept == len(store) == 1
+
+
+def test_d06_a_role_that_nobody_knows_is_the_reason_and_is_named(tmp_path):
+    alien = {"conversations": [{"from": "human", "value": "a"}, {"from": "alien", "value": "b"}]}
+    report, _ = prepared(tmp_path, {"messages": [{"role": "robot", "content": "a"}, ANSWER]}, alien, GOOD)
+    assert report.dropped == {str(Reason.UNKNOWN_ROLE): 2}
+    assert "'robot'; known are" in report.examples[Reason.UNKNOWN_ROLE]
+    with pytest.raises(DataError, match=r"unknown role .*'alien'; known are") as refused:
+        prepared(tmp_path, alien)
+    assert "draftline regenerate" not in str(refused.value)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 251])
@@ -226,6 +239,35 @@ def test_d13_ids_and_mask_of_different_length_are_an_error_with_the_row(tmp_path
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, {"input_ids": [1, 2, 3], "loss_mask": [1, 1]}]
     with pytest.raises(DataError, match=r"\.jsonl:2: input_ids and mask differ in length: 3 input_ids, 2 in"):
         prepared(tmp_path, *rows)
+
+
+SOUND = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
+BAD_IDS = [
+    ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, Reason.LABELS_DIFFER),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 2, 1]}, Reason.BAD_MASK),
+    ({"input_ids": [True, False, True], "loss_mask": [0, 1, 1]}, Reason.NOT_A_ROW),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_IDS)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_d13_token_rows_whose_mask_would_be_guessed_stop_or_are_counted_in_any_file(
+    tmp_path, row, reason, ending
+):
+    # A table has one type for a column, so each row has a file of its own.
+    for name, each in (("0", row), ("1", SOUND)):
+        path = tmp_path / "rows" / f"{name}.{ending}"
+        path.parent.mkdir(exist_ok=True)
+        if ending == "jsonl":
+            write(path, each)
+        else:
+            pq.write_table(pa.Table.from_pylist([each]), path)
+    with pytest.raises(DataError, match=rf"0\.{ending}:1: {reason}: "):
+        prepare(tmp_path / "rows", make_tokenizer(), tmp_path / "store")
+    options = PrepareOptions(on_error="skip")
+    report = prepare(tmp_path / "rows", make_tokenizer(), tmp_path / "store", options)
+    assert report.dropped == {str(reason): 1}
+    assert report.kept == 1
 
 
 def test_d14_duplicate_rows_are_counted_and_order_and_shards_do_not_change_what_a_row_is_called(tmp_path):

@@ -68,6 +68,41 @@ def test_a_sharegpt_function_call_becomes_a_tool_call_and_its_result_a_tool_turn
     assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
 
 
+@pytest.mark.parametrize(
+    ("role", "known"),
+    [
+        ("system", "system"),
+        ("developer", "developer"),
+        ("user", "user"),
+        ("human", "user"),
+        ("assistant", "assistant"),
+        ("gpt", "assistant"),
+        ("chatgpt", "assistant"),
+        ("bot", "assistant"),
+        ("model", "assistant"),
+        ("tool", "tool"),
+        ("observation", "tool"),
+        ("function", "tool"),
+        ("function_response", "tool"),
+        ("ipython", "tool"),
+        ("GPT", "assistant"),
+    ],
+)
+def test_every_usual_name_of_a_role_is_known(role, known):
+    for turn in ({"role": role, "content": "hi"}, {"from": role, "value": "hi"}):
+        conversation = parse_record({"messages": [turn]})
+        assert isinstance(conversation, Conversation)
+        assert conversation.messages[0]["role"] == known
+
+
+def test_roles_that_nobody_knows_are_named_with_those_that_are_known():
+    turns = [ASK, {"role": "robot", "content": "a"}, {"role": "Alien", "content": "b"}, ANSWER]
+    with pytest.raises(UnusableRow, match=r"'alien', 'robot'; known are .*user, .*human, gpt,") as refused:
+        parse_record({"messages": turns})
+    assert refused.value.reason is Reason.UNKNOWN_ROLE
+    assert not refused.value.reason.malformed
+
+
 def test_arguments_that_are_not_json_stay_the_text_that_was_written():
     calls = [{"function": {"name": "run", "arguments": "not { json"}}]
     conversation = parse_record({"messages": [ASK, {"role": "assistant", "tool_calls": calls}]})
@@ -76,14 +111,42 @@ def test_arguments_that_are_not_json_stay_the_text_that_was_written():
 
 
 @pytest.mark.parametrize("mask", ["loss_mask", "assistant_masks"])
-def test_token_ids_with_a_mask_need_no_template(mask):
-    row = parse_record({"input_ids": [5, 6, 7], mask: [0, 1, 1]})
+@pytest.mark.parametrize("values", [[0, 1, 1], [False, True, True]])
+def test_token_ids_with_a_mask_need_no_template(mask, values):
+    row = parse_record({"input_ids": [5, 6, 7], mask: values})
     assert row == TokenRow((TokenText((5, 6, 7), (False, True, True)),))
 
 
 def test_labels_mark_what_is_not_supervised_by_minus_100():
     row = parse_record({"input_ids": [5, 6], "labels": [-100, 6]})
     assert row == TokenRow((TokenText((5, 6), (False, True)),))
+
+
+def test_a_mask_decides_beside_labels_that_are_the_input_ids():
+    row = parse_record({"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [5, 6]})
+    assert row == TokenRow((TokenText((5, 6), (False, True)),))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (
+            {"input_ids": [1, 5], "labels": [-100, 7]},
+            "label 7 at place 1 of input id 5; .* must equal input_ids at its own place",
+        ),
+        (
+            {"input_ids": [1, 5], "loss_mask": [0, 2]},
+            "'loss_mask' has 2 at place 1; give 0 or 1, false or true",
+        ),
+        (
+            {"input_ids": [1, True], "loss_mask": [0, 1]},
+            "'input_ids' is not a list of integers: it has true at place 1",
+        ),
+    ],
+)
+def test_a_bad_value_of_a_token_row_is_shown_with_its_place_and_what_belongs_there(record, words):
+    with pytest.raises(UnusableRow, match=words):
+        parse_record(record)
 
 
 def test_the_ids_a_server_gave_are_supervised_after_its_prompt():
@@ -117,6 +180,17 @@ def test_turns_given_as_ids_are_one_document_as_long_as_each_goes_on_from_the_la
         ({"input_ids": [1, 2]}, Reason.NOT_A_ROW),
         ({"input_ids": "12", "loss_mask": [1]}, Reason.NOT_A_ROW),
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, Reason.LENGTHS_DIFFER),
+        ({"input_ids": [1, True, 9], "loss_mask": [0, 1, 1]}, Reason.NOT_A_ROW),
+        ({"input_ids": [1, None, 9], "loss_mask": [0, 1, 1]}, Reason.NOT_A_ROW),
+        ({"input_ids": [1, 9], "labels": [-100, True]}, Reason.NOT_A_ROW),
+        ({"prompt_ids": [1, False], "completion_ids": [9]}, Reason.NOT_A_ROW),
+        ({"token_turns": [{"prompt_ids": [1], "completion_ids": [True]}]}, Reason.NOT_A_ROW),
+        ({"input_ids": [1, 5, 9], "loss_mask": [0, 2, 1]}, Reason.BAD_MASK),
+        ({"input_ids": [1, 5, 9], "assistant_masks": [-100, 1, 1]}, Reason.BAD_MASK),
+        ({"input_ids": [1, 5, 9], "loss_mask": [0, 0.5, 1]}, Reason.BAD_MASK),
+        ({"input_ids": [1, 5, 9], "labels": [-100, 7, 9]}, Reason.LABELS_DIFFER),
+        ({"input_ids": [1, 5, 9], "labels": [5, 9, -100]}, Reason.LABELS_DIFFER),
+        ({"input_ids": [1, 5, 9], "loss_mask": [1, 1, 0], "labels": [5, 9, -100]}, Reason.LABELS_DIFFER),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, Reason.NOT_TEXT),
         ({"messages": [{"role": "user", "content": 5}]}, Reason.NOT_TEXT),
         ({"messages": [{"role": "user", "content": "half of an emoji \ud83d"}]}, Reason.NOT_TEXT),

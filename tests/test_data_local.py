@@ -184,6 +184,24 @@ def test_prompts_are_those_that_ended_read_like_text_and_are_new(tmp_path):
     assert report.drawn == report.written + sum(report.refused.values())
 
 
+def test_every_drawn_turn_has_its_line_those_beyond_what_was_asked_for_as_well(tmp_path):
+    texts = [(f"What is {n} times {n + 1}, please?", True) for n in range(28)]
+    writer = Scripted(*texts[:2], ("ok", True), ("Explain the tides in simple", False), texts[0], *texts[2:])
+    report = synthesize(writer, tmp_path / "p.jsonl", SynthesizeOptions(count=3, batch_size=31))
+    assert report.refused == {Refused.TOO_SHORT: 1, Refused.CUT_OFF: 1, Refused.DUPLICATE: 1}
+    assert (report.written, report.surplus) == (3, 25)
+    shown = report.to_json()
+    assert shown["drawn"] == shown["written"] + shown["surplus"] + sum(shown["refused"].values()) == 31
+    again = synthesize(writer, tmp_path / "p.jsonl", SynthesizeOptions(count=4, batch_size=31))
+    assert again.drawn == again.written + again.surplus + sum(again.refused.values()) == 31
+
+
+def test_turns_beyond_what_was_asked_for_count_as_usable(tmp_path):
+    writer = Scripted(*((f"What is {n} times {n + 1}, please?", True) for n in range(256)))
+    report = synthesize(writer, tmp_path / "p.jsonl", SynthesizeOptions(count=1, batch_size=256))
+    assert (report.written, report.surplus) == (1, 255)
+
+
 def test_a_resumed_run_draws_new_turns_and_keeps_the_old(tmp_path):
     texts = [(f"What is {n} times {n + 1}, please?", True) for n in range(100)]
     first = Scripted(*texts[:50])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -286,6 +287,18 @@ def test_rows_without_a_prompt_are_counted_and_the_same_prompt_twice_is_two_rows
     assert report.written == 2
     assert report.skipped == {Reason.NO_MESSAGES: 1, Reason.SYSTEM_ONLY: 1}
     assert len({row["id"] for row in rows(tmp_path / "out.jsonl")}) == 2
+
+
+def test_a_chat_with_a_role_that_nobody_knows_is_skipped_and_the_role_named(tmp_path):
+    alien = [{"from": "human", "value": "a"}, {"from": "alien", "value": "b"}]
+    lines = [{"prompt": "x"}, {"conversations": alien}, {"conversations": alien}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(Chat(echo)) as url:
+        report = run(url, tmp_path / "p.jsonl", tmp_path / "out.jsonl")
+    assert report.written == 1
+    assert report.to_json()["skipped"] == {str(Reason.UNKNOWN_ROLE): 2}
+    (example,) = report.to_json()["examples"].values()
+    assert re.search(r"p\.jsonl:2: 'alien'; known are .*user, .*human, gpt,", example)
 
 
 def test_a_line_cut_off_by_a_kill_is_written_again_and_whole_ones_are_not(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -185,6 +186,56 @@ def renamed(folder: Path) -> Path:
     file = folder / "data" / "train-00000-of-00001.parquet"
     file.rename(file.with_name("test-00000-of-00001.parquet"))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "words"),
+    [
+        ("gsm8k", None, "there is no such folder"),
+        ("gsm8k", {}, "it has no data file and no README.md that names the configuration 'main'"),
+        ("gsm8k", {"notes.txt": "x"}, "it has no data file and no README.md"),
+        ("gsm8k", {"README.md": "# Mine"}, "it has no data file and no README.md that names"),
+        ("gsm8k", {"README.md": "# Mine", "test.jsonl": "{}"}, "it has no README.md that names"),
+        ("gsm8k", {"test.jsonl": "{}", "other.csv": "a"}, "it has no README.md that names"),
+        ("math500", {}, "it has no data file"),
+        ("math500", {"train.jsonl": '{"problem": "x"}'}, 'split "test"'),
+        ("math500", {"test.jsonl": '{"problem": '}, "JSON|json"),
+        ("math500", {"test.parquet": "PAR"}, "Parquet"),
+    ],
+)
+def test_a_folder_that_is_no_copy_is_told_what_it_lacks_and_what_a_copy_has(
+    name, files, words, tokenizer, tmp_path
+):
+    copy = tmp_path / "copy"
+    if files is not None:
+        copy.mkdir()
+        for file, text in files.items():
+            copy.joinpath(file).write_text(text)
+    with pytest.raises(DataError, match=rf"cannot be read from .*copy: .*({words})") as refused:
+        load_prompts(f"{name}={copy}", tokenizer, 5)
+    said = str(refused.value)
+    assert "has data files (.parquet, .jsonl, .jsonl.gz, .json, .csv) of the split 'test'" in said
+    assert f"--repo-type dataset --local-dir FOLDER, then name it as {name}=FOLDER" in said
+    assert "Without a network" not in said
+
+
+def test_a_file_in_place_of_a_copy_is_said_to_be_one(tokenizer, tmp_path):
+    file = write(tmp_path / "test.jsonl", {"question": "x"})
+    with pytest.raises(DataError, match="it is a file, not a folder"):
+        load_prompts(f"gsm8k={file}", tokenizer, 5)
+
+
+def test_a_full_disk_under_the_librarys_own_error_stays_a_full_disk(tokenizer, tmp_path, monkeypatch):
+    from datasets.exceptions import DatasetGenerationError
+
+    def full(*_: Any, **__: Any) -> None:
+        raise DatasetGenerationError("An error occurred") from OSError(
+            errno.ENOSPC, "No space left on device"
+        )
+
+    monkeypatch.setattr("datasets.load_dataset", full)
+    with pytest.raises(OSError, match="No space left"):
+        load_prompts(f"math500={math500(tmp_path / 'copy')}", tokenizer, 5)
 
 
 def test_without_a_network_the_hub_name_and_the_way_round_it_are_named(tokenizer, monkeypatch):

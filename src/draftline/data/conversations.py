@@ -31,7 +31,9 @@ _ROLES = {
     "function": "tool",
     "function_response": "tool",
     "function_call": "assistant",
+    "ipython": "tool",
 }
+_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
 _MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "labels")
 _TURNS = ("messages", "conversations", "conversation")
@@ -101,6 +103,7 @@ def parse_record(record: Any) -> Conversation | TokenRow:
     if "prompt_ids" in record or "token_turns" in record:
         return TokenRow(_joined_turns(record), _is_truncated(record))
     messages = [_message(raw) for raw in _raw_messages(record)]
+    _refuse_unknown_roles(messages)
     return Conversation(tuple(messages), _tools(record.get("tools")), _is_truncated(record))
 
 
@@ -160,6 +163,16 @@ def refuse_half_pairs(text: str) -> None:
     """
     if _SURROGATE.search(text):
         raise UnusableRow(Reason.NOT_TEXT, "half of a surrogate pair, which no tokenizer takes")
+
+
+def _refuse_unknown_roles(messages: list[dict[str, Any]]) -> None:
+    # Whether such a turn is the target's own or context can only be guessed.
+    unknown = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
+    if unknown:
+        raise UnusableRow(
+            Reason.UNKNOWN_ROLE,
+            f"{', '.join(map(repr, unknown))}; known are {', '.join((*_KNOWN_ROLES, *_ROLES))}; rename such turns",
+        )
 
 
 def _refuse_repeated_role(messages: tuple[dict[str, Any], ...], index: int) -> None:
@@ -301,11 +314,28 @@ def _masked_ids(record: dict[str, Any]) -> TokenText:
     name = next((name for name in _MASKS if name in record), None)
     if name is None:
         raise UnusableRow(Reason.NOT_A_ROW, f"input_ids without a mask; give one of {', '.join(_MASKS)}")
-    flags = _ids(record, name)
+    supervised = _supervised(record, name, ids)
+    if name != "labels" and isinstance(record.get("labels"), list):
+        # Where labels are shifted by one, a mask beside them marks labels, not tokens.
+        _supervised(record, "labels", ids)
+    return TokenText(ids, supervised)
+
+
+def _supervised(record: dict[str, Any], name: str, ids: tuple[int, ...]) -> tuple[bool, ...]:
+    """Labels mark what is not supervised by -100, masks by 0."""
+    flags = _ids(record, name) if name == "labels" else _mask(record, name)
     if len(flags) != len(ids):
         raise UnusableRow(Reason.LENGTHS_DIFFER, f"{len(ids)} input_ids, {len(flags)} in '{name}'")
-    # Labels mark what is not supervised by -100, masks by 0.
-    return TokenText(ids, tuple(flag != -100 if name == "labels" else bool(flag) for flag in flags))
+    if name != "labels":
+        return tuple(map(bool, flags))
+    for place, (token, label) in enumerate(zip(ids, flags, strict=True)):
+        if label not in (token, -100):
+            raise UnusableRow(
+                Reason.LABELS_DIFFER,
+                f"label {label} at place {place} of input id {token}; a label that is not -100 must equal input_ids "
+                "at its own place (not shifted by one)",
+            )
+    return tuple(label != -100 for label in flags)
 
 
 def _joined_turns(record: dict[str, Any]) -> tuple[TokenText, ...]:
@@ -324,8 +354,34 @@ def _joined_turns(record: dict[str, Any]) -> tuple[TokenText, ...]:
     return tuple(documents)
 
 
-def _ids(record: dict[str, Any], name: str) -> tuple[int, ...]:
-    values = record.get(name)
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise UnusableRow(Reason.NOT_A_ROW, f"'{name}' is not a list of integers")
+def _mask(record: dict[str, Any], name: str) -> tuple[int, ...]:
+    values = _list(record, name)
+    for place, value in enumerate(values):
+        if not isinstance(value, int) or value not in (0, 1):
+            raise UnusableRow(
+                Reason.BAD_MASK, f"'{name}' has {_shown(value)} at place {place}; give 0 or 1, false or true"
+            )
     return tuple(values)
+
+
+def _ids(record: dict[str, Any], name: str) -> tuple[int, ...]:
+    values = _list(record, name)
+    for place, value in enumerate(values):
+        if type(value) is not int:  # to Python a bool is an integer, too
+            raise UnusableRow(
+                Reason.NOT_A_ROW,
+                f"'{name}' is not a list of integers: it has {_shown(value)} at place {place}",
+            )
+    return tuple(values)
+
+
+def _list(record: dict[str, Any], name: str) -> list[Any]:
+    values = record.get(name)
+    if not isinstance(values, list):
+        raise UnusableRow(Reason.NOT_A_ROW, f"'{name}' is not a list of integers")
+    return values
+
+
+def _shown(value: Any) -> str:
+    """A value as its row has it."""
+    return json.dumps(value, default=str)[:40]

@@ -86,7 +86,11 @@ class Dialogue:
 
 
 def read_dialogues(
-    source: Source, turns: Literal["all", "last"], tools: Tools | None, skipped: Counter[Reason]
+    source: Source,
+    turns: Literal["all", "last"],
+    tools: Tools | None,
+    skipped: Counter[Reason],
+    examples: dict[Reason, str],
 ) -> Iterator[Dialogue]:
     """The rows of a source as dialogues without answers. Rows with the same turns get different ids.
 
@@ -94,7 +98,8 @@ def read_dialogues(
         source: conversations, or prompts alone.
         turns: write every answer anew, or only the last after the given ones.
         tools: offered in conversations that name none.
-        skipped: rows that hold no prompt are counted here.
+        skipped: rows that cannot be asked (no prompt, an unknown role) are counted here.
+        examples: the first of them for each reason, and what was wrong with it.
 
     Raises:
         DataError: a malformed row, by file and line.
@@ -105,9 +110,13 @@ def read_dialogues(
             try:
                 dialogue = _dialogue(record, turns, tools, chunk.source + offset, chunk.where(offset), seen)
             except UnusableRow as unusable:
+                where = chunk.where(offset)
                 if unusable.reason.malformed:
-                    raise DataError(f"{chunk.where(offset)}: {unusable}") from None
+                    raise DataError(f"{where}: {unusable}") from None
                 skipped[unusable.reason] += 1
+                examples.setdefault(
+                    unusable.reason, f"{where}: {unusable.detail}" if unusable.detail else where
+                )
                 continue
             yield dialogue
 

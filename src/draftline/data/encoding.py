@@ -79,13 +79,14 @@ def token_document(row: TokenText, vocab_size: int) -> Document:
     Raises:
         UnusableRow: an id is not in the vocabulary, or nothing is supervised.
     """
-    ids = np.asarray(row.input_ids, dtype=np.int64)
-    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-        raise UnusableRow(Reason.BAD_TOKEN, f"ids {ids.min()}..{ids.max()}, the tokenizer has {vocab_size}")
+    # compared before they become an array, which no integer beyond 64 bits does
+    lowest, highest = min(row.input_ids, default=0), max(row.input_ids, default=0)
+    if row.input_ids and not (lowest >= 0 and highest < vocab_size):
+        raise UnusableRow(Reason.BAD_TOKEN, f"ids {lowest}..{highest}, the tokenizer has {vocab_size}")
     supervised = np.asarray(row.supervised, dtype=bool)
     if not supervised.any():
         raise UnusableRow(Reason.NO_SUPERVISED, "the mask is all zero")
-    return Document(ids.astype(np.int32), supervised)
+    return Document(np.asarray(row.input_ids, dtype=np.int32), supervised)
 
 
 def clip(document: Document, max_length: int) -> Document:

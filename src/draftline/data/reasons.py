@@ -12,6 +12,8 @@ class Reason(StrEnum):
     NOT_JSON = "not valid JSON"
     NOT_A_ROW = "not a conversation in any known form"
     LENGTHS_DIFFER = "input_ids and mask differ in length"
+    LABELS_DIFFER = "labels other than -100 that differ from input_ids"
+    BAD_MASK = "a mask with values other than 0 and 1"
     BAD_TOKEN = "token ids outside the vocabulary"  # noqa: S105 - a token of text, not a secret
 
     # Unusable: well formed, but there is nothing to learn from it.
@@ -19,6 +21,7 @@ class Reason(StrEnum):
     SYSTEM_ONLY = "system turn only"
     USER_ONLY = "no assistant turn"
     EMPTY_ASSISTANT = "empty assistant turn"
+    UNKNOWN_ROLE = "unknown role"
     ROLES = "roles do not alternate"
     NOT_TEXT = "content that is not text"
     TRUNCATED = "answer was cut off (finish_reason=length)"
@@ -42,7 +45,16 @@ class Reason(StrEnum):
         return self in _UNMASKED
 
 
-_MALFORMED = frozenset({Reason.NOT_JSON, Reason.NOT_A_ROW, Reason.LENGTHS_DIFFER, Reason.BAD_TOKEN})
+_MALFORMED = frozenset(
+    {
+        Reason.NOT_JSON,
+        Reason.NOT_A_ROW,
+        Reason.LENGTHS_DIFFER,
+        Reason.LABELS_DIFFER,
+        Reason.BAD_MASK,
+        Reason.BAD_TOKEN,
+    }
+)
 _UNMASKED = frozenset(
     {Reason.REFUSED, Reason.NO_BOUNDARY, Reason.CONTENT_LOST, Reason.STRADDLES, Reason.NO_SUPERVISED}
 )

@@ -52,11 +52,15 @@ class RegenerateReport:
     first_failure: str = ""
     """Its file, line and reason."""
     skipped: Counter[Reason] = field(default_factory=Counter)
-    """Rows without a prompt."""
+    """Rows that cannot be asked: no prompt, an unknown role."""
+    examples: dict[Reason, str] = field(default_factory=dict)
+    """The first row skipped for each reason, and what was wrong with it."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {**vars(self), "skipped": {str(reason): count for reason, count in self.skipped.most_common()}}
+        skipped = {str(reason): count for reason, count in self.skipped.most_common()}
+        examples = {str(reason): example for reason, example in self.examples.items()}
+        return {**vars(self), "skipped": skipped, "examples": examples}
 
 
 def regenerate(
@@ -116,7 +120,7 @@ def _remaining(
     tools: Tools | None,
     report: RegenerateReport,
 ) -> Iterator[Dialogue]:
-    dialogues = read_dialogues(source, options.turns, tools, report.skipped)
+    dialogues = read_dialogues(source, options.turns, tools, report.skipped, report.examples)
     for dialogue in itertools.islice(dialogues, options.limit):
         if dialogue.id in done:
             report.already_there += 1

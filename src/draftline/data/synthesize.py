@@ -40,10 +40,12 @@ class UserHeader:
 
 @dataclass
 class SynthesizeReport:
-    """What became of the turns that were drawn."""
+    """What became of the turns that were drawn. `drawn` = `written` + `surplus` + the sum of `refused`."""
 
     drawn: int = 0
     written: int = 0
+    surplus: int = 0
+    """Usable turns of the last batch beyond the number asked for."""
     already_there: int = 0
     refused: Counter[Refused] = field(default_factory=Counter)
     examples: dict[Refused, str] = field(default_factory=dict)
@@ -109,7 +111,9 @@ def synthesize(
                 if (reason := refuse(text, ended=ended, seen=seen)) is not None:
                     report.refused[reason] += 1
                     report.examples.setdefault(reason, text[:120])
-                elif len(journal.ids) < options.count:
+                elif len(journal.ids) >= options.count:
+                    report.surplus += 1
+                else:
                     key = request_key(text)
                     seen.add(key)
                     message = {"role": "user", "content": text.strip()}
@@ -123,13 +127,14 @@ def synthesize(
 
 
 def _refuse_low_yield(report: SynthesizeReport, options: SynthesizeOptions) -> None:
-    if report.drawn < _JUDGED or report.written >= options.min_yield * report.drawn:
+    usable = report.written + report.surplus
+    if report.drawn < _JUDGED or usable >= options.min_yield * report.drawn:
         return
     shown = "; ".join(
         f"{count} x {reason}: {report.examples[reason]!r}" for reason, count in report.refused.most_common()
     )
     raise DataError(
-        f"only {report.written} of {report.drawn} user turns of this target are usable ({shown}); "
+        f"only {usable} of {report.drawn} user turns of this target are usable ({shown}); "
         "give it prompts (`draftline regenerate`) instead"
     )
 

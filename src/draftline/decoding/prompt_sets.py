@@ -8,11 +8,15 @@ ones.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftline.errors import DataError
+
+_DATA_FILES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 Turns = tuple[str, ...]
 """User turns of one prompt; the target answers each before it reads the next."""
@@ -80,6 +84,7 @@ def load_set(name: str, folder: str | None, count: int) -> list[Turns]:
 def _load(wanted: PromptSet, name: str, folder: str | None) -> Any:
     try:
         from datasets import load_dataset  # noqa: PLC0415 - an extra
+        from datasets.exceptions import DatasetsError  # noqa: PLC0415 - an extra
         from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415 - only named sets need it
     except ImportError:
         raise DataError(
@@ -88,12 +93,46 @@ def _load(wanted: PromptSet, name: str, folder: str | None) -> Any:
         ) from None
     try:
         return load_dataset(folder or wanted.repository, wanted.config, split=wanted.split)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise
-        where = folder or f"{wanted.repository} on the hub"
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, HfHubHTTPError, DatasetsError) as error:
+        # a damaged file or a full disk is the cause of "An error occurred while generating the dataset"
+        cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            raise cause from None
+        reason = str(cause).strip().partition("\n")[0].rstrip(".")
+        words = f"{type(cause).__name__}: {reason}"
+        if folder is not None:
+            fault = _lacking(wanted, Path(folder)) or words
+            raise DataError(
+                f"the set {name} cannot be read from {folder}: {fault}. {_copy_of(wanted, name)}"
+            ) from None
         raise DataError(
-            f"the set {name} cannot be read from {where}: {type(error).__name__}: {reason}. Without a network, "
+            f"the set {name} cannot be read from {wanted.repository} on the hub: {words}. Without a network, "
             f"name a local copy of {wanted.repository} as {name}=FOLDER"
         ) from None
+
+
+def _lacking(wanted: PromptSet, folder: Path) -> str:
+    """What a folder lacks to be a copy of a set; empty where it has all that can be seen from outside."""
+    if not folder.is_dir():
+        return "it is a file, not a folder" if folder.exists() else "there is no such folder"
+    lacking: list[str] = []
+    if not any(file.name.endswith(_DATA_FILES) for file in folder.rglob("*")):
+        lacking.append("no data file")
+    card = folder / "README.md"
+    if wanted.config and not (card.is_file() and _names_config(card, wanted.config)):
+        lacking.append(f"no README.md that names the configuration {wanted.config!r}")
+    return f"it has {' and '.join(lacking)}" if lacking else ""
+
+
+def _names_config(card: Path, config: str) -> bool:
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return re.search(rf"config_name:\s*[\"']?{re.escape(config)}\b", text) is not None
+
+
+def _copy_of(wanted: PromptSet, name: str) -> str:
+    named = f", named by its README.md for the configuration {wanted.config!r}" if wanted.config else ""
+    kinds = ", ".join(_DATA_FILES)
+    return (
+        f"A copy of {wanted.repository} has data files ({kinds}) of the split {wanted.split!r}{named}; fetch one by "
+        f"hf download {wanted.repository} --repo-type dataset --local-dir FOLDER, then name it as {name}=FOLDER"
+    )
