@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftline.checkpoint.files import CheckpointFileSystem
-from draftline.cli import parse_run
+from draftline.cli import app, parse_run
 from draftline.commands import evaluate_drafter, export_run, generate_text
 from draftline.config import TargetConfig
 from draftline.console import Screen
@@ -253,6 +253,30 @@ def test_answers_too_long_for_the_targets_context_are_a_setting_to_change(traine
         evaluate_drafter(trained, ["builtin:demo"], target, MeasureOptions(max_new_tokens=limit), QUIET)
     flags = [*changed(f"--evaluation.max-new-tokens={limit}"), "--optim.steps=1"]
     assert isinstance(refusal(flags, tmp_path / "run"), ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-prompts=3"], "--num-prompts is for measuring on prompts, .*; name some, or leave it out"),
+        (
+            ["--compare=5", "--thinking=both", "--caches=fixed"],
+            "--thinking, --compare, --caches are for measuring on prompts, .*; name some, or leave them out",
+        ),
+        (["--max-new-tokens=9"], "--max-new-tokens is"),
+        (
+            ["--dtype=float32"],
+            "--dtype is for what is computed on a target; name it by --target, or leave it out",
+        ),
+    ],
+)
+def test_an_export_refuses_flags_that_would_have_no_effect_before_it_reads_anything(flags, words, tmp_path):
+    target = [] if "--dtype=float32" in flags else ["--target=/nowhere"]
+    with pytest.raises(ConfigError, match=words):
+        app(
+            ["export", "/nowhere", str(tmp_path / "out"), *target, *flags],
+            exit_on_error=False, print_error=False, result_action="return_value",
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_weights")
