@@ -82,7 +82,7 @@ def test_the_first_token_which_no_verify_step_gave_is_counted_by_itself(tokenize
     def last_line(*steps):
         stream = io.StringIO()
         events = iter([Prefilled(5, 1.0), *steps])
-        print_answer(events, tokenizer, Console(file=stream, width=120, highlight=False))
+        print_answer(events, tokenizer, Console(file=stream, width=60, highlight=False))
         return stream.getvalue().splitlines()[-1]
 
     alone = step((6, 7), 0, (8,))

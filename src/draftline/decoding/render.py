@@ -76,7 +76,7 @@ def print_answer(events: Iterator[Event], tokenizer: PreTrainedTokenizerBase, co
     console.print()
     if coloured:
         console.print(LEGEND)
-    console.print(_account(decoded))
+    console.print(_account(decoded), soft_wrap=True)
     return decoded
 
 
