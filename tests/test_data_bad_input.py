@@ -25,7 +25,7 @@ from draftline.data.report import PrepareReport
 from draftline.data.rows import row_from_documents
 from draftline.data.sampling import Sampling
 from draftline.data.store import TokenStore, open_store
-from draftline.errors import CheckpointError, ConfigError, DataError
+from draftline.errors import CheckpointError, ConfigError, DataError, OccupiedError
 from draftline.serving.published import spec_from_config
 from draftline.target.inspect import resolve_mask_token_id
 from draftline.target.load import load_target
@@ -322,7 +322,7 @@ def test_d16_a_reduced_vocabulary_is_refused_and_another_tokenizers_store_by_its
     prepared(tmp_path, GOOD)
     other = make_tokenizer()
     other.add_tokens(["pear"])
-    with pytest.raises(DataError, match=r"made otherwise: tokenizer [0-9a-f]{16} .*, now [0-9a-f]{16}"):
+    with pytest.raises(OccupiedError, match=r"made otherwise: tokenizer [0-9a-f]{16} .*, now [0-9a-f]{16}"):
         prepare(tmp_path / "0.jsonl", other, tmp_path / "0.store")
 
 

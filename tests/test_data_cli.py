@@ -158,7 +158,7 @@ def test_prepare_replaces_another_tokenizers_store_only_when_told_to(chats, tmp_
     manifest = tmp_path / "store" / "manifest.json"
     made = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(made | {"tokenizer": "another", "key": "another"}))
-    with pytest.raises(DataError, match="--overwrite"):
+    with pytest.raises(ConfigError, match="--overwrite"):
         draftline(*arguments, "--target=builtin:tiny")
     assert answered(capsys, *arguments, "--target=builtin:tiny", "--overwrite")["kept"] == 3
     assert json.loads(manifest.read_text())["tokenizer"] == made["tokenizer"]
@@ -289,6 +289,30 @@ def test_inspect_refuses_a_page_that_cannot_be_written_and_two_selections_at_onc
             draftline("inspect", store, "--target=builtin:tiny", f"--html={page}")
     with pytest.raises(ConfigError, match=r"document=1 and source=2 .* give one of them"):
         draftline("inspect", store, "--target=builtin:tiny", "--document=1", "--source=2")
+
+
+def test_inspect_replaces_a_page_of_its_own_and_no_other_file(chats, tmp_path, capsys):
+    store, page = tmp_path / "store <b>", tmp_path / "page.html"
+    answered(capsys, "prepare", chats, store, "--target=builtin:tiny")
+    for text in ("target: {path: builtin:tiny}\n", "<!doctype html>\n<p>mine</p>\n"):
+        page.write_text(text)
+        with pytest.raises(ConfigError, match=r"page\.html exists and is no page .* Name another"):
+            draftline("inspect", store, "--target=builtin:tiny", f"--html={page}")
+        assert page.read_text() == text
+    page.write_text("")  # as mktemp leaves one
+    for number in (0, 1):
+        draftline("inspect", store, "--target=builtin:tiny", f"--document={number}", f"--html={page}")
+        assert f"document {number}</h2>" in page.read_text()
+
+
+@pytest.mark.parametrize("text", ["my only note", '{"prompt": "without an end of line"}', "a\nb\n"])
+def test_prompts_and_answers_are_written_into_no_file_of_somebody_elses(text, chats, tmp_path):
+    out = tmp_path / "mine.jsonl"
+    out.write_text(text)
+    for command in (["regenerate", chats, out], ["synthesize", out, "--count=1"]):
+        with pytest.raises(ConfigError, match=r"mine\.jsonl exists and was not written by this command"):
+            draftline(*command, "--target=/nowhere")
+        assert out.read_text() == text
 
 
 def test_a_file_in_place_of_a_store_is_said_to_be_one(chats):

@@ -18,7 +18,7 @@ from draftline.data.fingerprint import hash_tokenizer
 from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.reasons import Note, Reason
 from draftline.data.store import StoreWriter, TokenStore, open_store
-from draftline.errors import ConfigError, DataError, DiskFullError, FolderInUseError
+from draftline.errors import ConfigError, DataError, DiskFullError, FolderInUseError, OccupiedError
 from draftline.run import train
 from draftline.settings import parse_run
 from draftline.setup import open_or_prepare
@@ -141,7 +141,7 @@ def test_a_store_made_from_anything_else_is_replaced_only_when_told_to(tmp_path,
     template = "{# second version #}" + CHATML if change == "template" else CHATML
     if change == "source":
         write_jsonl(source, [FOX, APPLES])
-    with pytest.raises(DataError, match=rf"was made otherwise: {DIFFERS[change]}.*--overwrite") as error:
+    with pytest.raises(OccupiedError, match=rf"was made otherwise: {DIFFERS[change]}.*--overwrite") as error:
         prepare(source, make_tokenizer(template), tmp_path / "store", options)
     assert str(error.value).count(", now ") == 1
     assert open_store(tmp_path / "store").manifest["key"] == key
@@ -161,11 +161,11 @@ def test_a_store_of_another_tokenizer_is_refused_with_both_hashes(tmp_path):
     tokenizer, other = make_tokenizer(), make_tokenizer()
     other.add_tokens(["fox"])
     prepare(source, tokenizer, tmp_path / "store")
-    for attempt in (
-        lambda: open_store(tmp_path / "store", hash_tokenizer(other)),
-        lambda: prepare(source, other, tmp_path / "store"),
+    for attempt, refusal in (
+        (lambda: open_store(tmp_path / "store", hash_tokenizer(other)), DataError),
+        (lambda: prepare(source, other, tmp_path / "store"), OccupiedError),
     ):
-        with pytest.raises(DataError) as error:
+        with pytest.raises(refusal) as error:
             attempt()
         assert hash_tokenizer(tokenizer)[:16] in str(error.value)
         assert hash_tokenizer(other)[:16] in str(error.value)
@@ -176,9 +176,18 @@ def test_a_store_of_another_tokenizer_is_refused_with_both_hashes(tmp_path):
 def test_a_folder_that_is_no_store_is_never_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(DataError, match="not a token store"):
+    with pytest.raises(OccupiedError, match="not a token store"):
         prepare(write_jsonl(tmp_path / "a.jsonl", [APPLES]), make_tokenizer(), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_output_that_is_in_the_way_is_a_path_to_change_and_no_fault_of_the_data(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [APPLES])
+    (tmp_path / "held-out.jsonl").write_text("{}\n")
+    with pytest.raises(OccupiedError, match=r"held-out\.jsonl exists and is not a token store") as refused:
+        prepare(source, make_tokenizer(), tmp_path / "held-out.jsonl")
+    assert refused.value.exit_code == 2
+    assert (tmp_path / "held-out.jsonl").read_text() == "{}\n"
 
 
 def test_a_corrupt_shard_is_named_before_anything_is_read(tmp_path):
@@ -392,7 +401,7 @@ def test_a_store_that_holds_other_files_is_not_replaced(tmp_path):
     (tmp_path / "store" / "checkpoints").mkdir()
     other = write_jsonl(tmp_path / "b.jsonl", [FOX])
     with pytest.raises(
-        DataError, match="holds more than a token store: checkpoints; replacing it would delete"
+        OccupiedError, match="holds more than a token store: checkpoints; replacing it would delete"
     ):
         prepare(other, make_tokenizer(), tmp_path / "store", overwrite=True)
     assert (tmp_path / "store" / "checkpoints").is_dir()

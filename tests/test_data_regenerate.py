@@ -23,7 +23,7 @@ from draftline.data.reasons import Note, Reason
 from draftline.data.regenerate import RegenerateOptions, RegenerateReport, regenerate
 from draftline.data.sampling import Sampling
 from draftline.data.server import Server, ServerOptions, ServerWriter, in_flight
-from draftline.errors import ConfigError, DataError, DiskFullError, FolderInUseError, ServerError
+from draftline.errors import ConfigError, DiskFullError, FolderInUseError, ServerError
 from tests.data_server import Chat, Reply, completion, serving
 from tests.data_tokenizer import make_tokenizer
 
@@ -322,7 +322,7 @@ def test_other_settings_a_strange_file_and_a_second_writer_are_refused(tmp_path)
         with pytest.raises(ConfigError, match=r"must end in \.jsonl"):
             run(url, source, tmp_path / "out.txt")
         (tmp_path / "mine.jsonl").write_text('{"prompt": "mine"}\n')
-        with pytest.raises(DataError, match=r"mine\.jsonl:1 was not written by this command"):
+        with pytest.raises(ConfigError, match=r"mine\.jsonl:1 was not written by this command"):
             run(url, source, tmp_path / "mine.jsonl")
 
         def run_again(_: RegenerateReport) -> None:

@@ -13,7 +13,7 @@ from draftline.decoding.evaluate import Prompt, compare, evaluate, reference_ans
 from draftline.decoding.evaluator import Evaluator
 from draftline.decoding.greedy import CachedTarget, Limit, greedy
 from draftline.drafter.draft import BlockDrafter
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 from draftline.metrics import eval_metrics
 from tests.oracles.targets import random_prompts, random_target, taught_drafter
 from tests.pipeline_fixtures import SPEC, tiny_target
@@ -152,17 +152,21 @@ def test_metrics_carry_the_names_that_training_and_evaluate_share(taught):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "max_new_tokens", "fix"),
-    [(513, 1, "shorten it$"), (512, 1, "shorten it$"), (500, 13, "shorten it or lower max_new_tokens$")],
+    ("tokens", "max_new_tokens", "error", "fix"),
+    [
+        (513, 1, DataError, "shorten it$"),
+        (512, 1, DataError, "shorten it$"),
+        (500, 13, ConfigError, "shorten it or lower max_new_tokens$"),
+    ],
 )
-def test_a_prompt_that_does_not_fit_the_targets_context_is_refused(tokens, max_new_tokens, fix):
+def test_a_prompt_that_does_not_fit_the_targets_context_is_refused(tokens, max_new_tokens, error, fix):
     prompts, limit = [Prompt((5,) * 3), Prompt((5,) * tokens)], Limit(max_new_tokens)
     words = rf"prompt 2 of 2 \(all\) has {tokens} tokens.* of {max_new_tokens} .*context of 512 tokens.*{fix}"
     for refuse in (
         lambda: reference_answers(tiny_target(), prompts, limit),
         lambda: Evaluator(tiny_target(), SPEC, prompts, limit),
     ):
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(error, match=words):
             refuse()
 
 

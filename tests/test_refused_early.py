@@ -11,12 +11,23 @@ import pytest
 import torch
 
 from draftline.checkpoint.files import CheckpointFileSystem
-from draftline.cli import parse_run
+from draftline.cli import app, parse_run
 from draftline.commands import evaluate_drafter, export_run, generate_text
 from draftline.config import TargetConfig
 from draftline.console import Screen
+from draftline.data.commands import prepare_store
+from draftline.data.options import PrepareOptions
+from draftline.data.store import StoreWriter
+from draftline.demo import run_demo
 from draftline.embedded import embedded_path
-from draftline.errors import CheckpointError, ConfigError, DataError, DiskFullError, DraftlineError
+from draftline.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DiskFullError,
+    DraftlineError,
+    OccupiedError,
+)
 from draftline.options import GenerateOptions, MeasureOptions
 from draftline.run import train
 from draftline.serving.export import export_drafter
@@ -122,10 +133,53 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_settings_that_have_changed_since_the_checkpoint_are_refused_without_weights(trained):
-    error = refusal([*SETTINGS, "--optim.steps=1", "--optim.lr=0.5"], trained)
-    assert isinstance(error, ConfigError)
-    assert "config.optim.lr was 0.0006 and is now 0.5" in str(error)
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--optim.lr=0.5", "config.optim.lr was 0.0006 and is now 0.5"),
+        ("--drafter.num-layers=2", "config.drafter.num_layers was 1 and is now 2"),
+        ("--data.max-length=128", "has changed since"),
+        ("--data.path=builtin:all", "has changed since"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_without_weights_and_nothing_in_it_changes(
+    flag, words, trained, monkeypatch
+):
+    monkeypatch.setattr(StoreWriter, "__enter__", lambda *_: pytest.fail("a store was written"))
+    before = contents(trained)
+    with pytest.raises(OccupiedError, match=words) as refused:
+        train(parse_run([*changed(flag), "--optim.steps=1", f"--output={trained}"]), QUIET)
+    assert refused.value.exit_code == 2
+    assert contents(trained) == before
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_run_on_another_store_is_refused_without_weights_and_nothing_in_its_folder_changes(
+    trained, tmp_path
+):
+    target, options = TargetConfig(path="builtin:tiny"), PrepareOptions(max_length=128)
+    prepare_store("builtin:demo", tmp_path / "store", target, options, QUIET, overwrite=False)
+    before = contents(trained)
+    flags = [*changed(f"--data.path={tmp_path / 'store'}"), "--optim.steps=1", f"--output={trained}"]
+    with pytest.raises(OccupiedError, match=r"data\.key was"):
+        train(parse_run(flags), QUIET)
+    assert contents(trained) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("target", ["tiny", "smollm2"])
+def test_a_demo_in_the_folder_of_another_run_is_refused_before_it_writes_or_fetches_anything(
+    target, trained, monkeypatch
+):
+    monkeypatch.setattr("draftline.demo.with_own_answers", lambda *_: pytest.fail("a target was fetched"))
+    before = contents(trained.parent)
+    with pytest.raises(OccupiedError, match=r"step-000001 belongs to a run with other settings"):
+        run_demo(target, trained, (), json_output=False)
+    assert contents(trained.parent) == before
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -186,6 +240,43 @@ def test_prompts_beyond_the_targets_context_are_counted_and_refused_without_weig
 def test_a_prompt_to_answer_beyond_the_targets_context_is_refused_without_weights(trained):
     with pytest.raises(DataError, match=r"prompt 1 of 1 has .*target's context of 2048 tokens"):
         generate_text(trained, LONG, TargetConfig(path="builtin:tiny"), GenerateOptions(), show=False)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_answers_too_long_for_the_targets_context_are_a_setting_to_change(trained, tmp_path):
+    target, limit = TargetConfig(path="builtin:tiny"), 5000
+    with pytest.raises(
+        ConfigError, match=r"with an answer of 5000 \(max_new_tokens\) .* lower max_new_tokens"
+    ):
+        generate_text(trained, "Hi", target, GenerateOptions(max_new_tokens=limit), show=False)
+    with pytest.raises(ConfigError, match="lower max_new_tokens"):
+        evaluate_drafter(trained, ["builtin:demo"], target, MeasureOptions(max_new_tokens=limit), QUIET)
+    flags = [*changed(f"--evaluation.max-new-tokens={limit}"), "--optim.steps=1"]
+    assert isinstance(refusal(flags, tmp_path / "run"), ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-prompts=3"], "--num-prompts is for measuring on prompts, .*; name some, or leave it out"),
+        (
+            ["--compare=5", "--thinking=both", "--caches=fixed"],
+            "--thinking, --compare, --caches are for measuring on prompts, .*; name some, or leave them out",
+        ),
+        (["--max-new-tokens=9"], "--max-new-tokens is"),
+        (
+            ["--dtype=float32"],
+            "--dtype is for what is computed on a target; name it by --target, or leave it out",
+        ),
+    ],
+)
+def test_an_export_refuses_flags_that_would_have_no_effect_before_it_reads_anything(flags, words, tmp_path):
+    target = [] if "--dtype=float32" in flags else ["--target=/nowhere"]
+    with pytest.raises(ConfigError, match=words):
+        app(
+            ["export", "/nowhere", str(tmp_path / "out"), *target, *flags],
+            exit_on_error=False, print_error=False, result_action="return_value",
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_weights")

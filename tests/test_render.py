@@ -71,8 +71,25 @@ def test_without_colours_only_the_answer_is_written(tokenizer):
     decoded, text = answer(tokenizer)
     assert text.splitlines()[0] == "abd"
     assert "rejected" not in text
-    assert "3 tokens in 1 verify steps, tau 2.00, 2 tokens/s" in text
+    assert (
+        text.splitlines()[-1]
+        == "3 tokens: 1 by the target's first pass, 2 in 1 verify step, tau 2.00, 2 tokens/s"
+    )
     assert decoded.tokens_per_s == 3 / 1.5
+
+
+def test_the_first_token_which_no_verify_step_gave_is_counted_by_itself(tokenizer):
+    def last_line(*steps):
+        stream = io.StringIO()
+        events = iter([Prefilled(5, 1.0), *steps])
+        print_answer(events, tokenizer, Console(file=stream, width=60, highlight=False))
+        return stream.getvalue().splitlines()[-1]
+
+    alone = step((6, 7), 0, (8,))
+    assert last_line(*[alone] * 4).startswith(
+        "5 tokens: 1 by the target's first pass, 4 in 4 verify steps, tau 1.00, "
+    )
+    assert last_line() == "1 token: 1 by the target's first pass, 1 tokens/s"
 
 
 def test_with_colours_rejected_drafts_and_a_legend_are_shown(tokenizer):

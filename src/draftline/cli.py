@@ -38,6 +38,7 @@ from draftline.errors import (
 )
 from draftline.options import GenerateOptions, MeasureOptions, PlanOptions
 from draftline.outcome import asks_for_json, json_document, readable
+from draftline.outputs import refuse_other_journal, refuse_other_page
 from draftline.quiet import hold_back
 from draftline.resilience.monitor import run_monitored, start_heartbeat
 from draftline.settings import parse_plan, parse_run, sentence
@@ -247,9 +248,9 @@ def regenerate(
     server = server_options(url, model, requests)
     if (server is None) == (target is None):
         raise ConfigError("name either --url (an OpenAI-compatible server) or --target (a model to run here)")
-    if server is not None and (flags := changed_flags(local)):
-        are, them = ("is", "it") if len(flags) == 1 else ("are", "them")
-        raise ConfigError(f"{', '.join(flags)} {are} for a model that runs here (--target); leave {them} out")
+    if server is not None:
+        _refuse_idle(changed_flags(local), "for a model that runs here (--target)")
+    refuse_other_journal(out)
     writer = server or _target(target or "")
     report = regenerate_answers(source, out, writer, local, sampling, options, Screen())
     _print(report.to_json(), json_output=json_output)
@@ -288,6 +289,7 @@ def synthesize(
     )
 
     server = server_options(url, model, requests)
+    refuse_other_journal(out)
     report = synthesize_prompts(out, _target(target), server, turns, options, Screen())
     _print(report.to_json(), json_output=json_output)
 
@@ -315,13 +317,15 @@ def inspect(
     source
         Number of a source row instead, from 0; shows every document made from it.
     html
-        HTML file to write instead of printing.
+        HTML file to write instead of printing; an earlier page is replaced, any other file refused.
     json_output
         Print the documents as one JSON object.
     """
     from draftline.data.commands import inspect_store  # noqa: PLC0415 - transformers takes seconds to import
     from draftline.target.load import load_tokenizer  # noqa: PLC0415
 
+    if html is not None:
+        refuse_other_page(html)
     console = None if json_output else Output()
     tokenizer = load_tokenizer(_target(target))
     shown = inspect_store(store, tokenizer, console, document=document, source=source, page=html)
@@ -398,14 +402,21 @@ def export(
     name
         Name of the drafter in the serve lines, such as a hub name; else the folder.
     dtype
-        Compute type of the measurement.
+        Compute type of the measurement and of the comparison with --target.
     overwrite
         Replace another drafter in the folder; without it such a folder is refused. The same one is written anew.
     json_output
         Print one JSON object.
     """
     from draftline.commands import export_run  # noqa: PLC0415 - transformers takes seconds to import
+    from draftline.data.commands import changed_flags  # noqa: PLC0415
 
+    if not prompts:
+        _refuse_idle(
+            changed_flags(options), "for measuring on prompts, of which none is named", "name some, or "
+        )
+    if target is None and dtype != "auto":
+        _refuse_idle(["--dtype"], "for what is computed on a target", "name it by --target, or ")
     model = _target(target, dtype) if target is not None else None
     outcome = export_run(run, out, prompts, model, format, name, options, Screen(), overwrite=overwrite)
     lines = outcome.pop("serve") if not json_output else {}
@@ -491,6 +502,13 @@ def demo(
     outcome = run_demo(target, output, sys.argv, json_output=json_output)
     if json_output:
         _print(outcome, json_output=True)
+
+
+def _refuse_idle(flags: Sequence[str], what_for: str, otherwise: str = "") -> None:
+    """Refuse flags that would have no effect, rather than let their user believe in them."""
+    if flags:
+        are, them = ("is", "it") if len(flags) == 1 else ("are", "them")
+        raise ConfigError(f"{', '.join(flags)} {are} {what_for}; {otherwise}leave {them} out")
 
 
 def _print(values: Mapping[str, Any], *, json_output: bool) -> None:

@@ -322,7 +322,7 @@ def generate_text(
 
     Raises:
         DataError: the prompt is too long for the target.
-        ConfigError, CheckpointError: see `load_pair`.
+        ConfigError: only a shorter answer would fit it; or, as CheckpointError, see `load_pair`.
     """
     sketch = sketch_target(target)
     asked = chat_prompt(sketch.tokenizer, prompt, think=options.thinking)

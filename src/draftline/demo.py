@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from draftline.checkpoint import Identity, refuse_other_run
 from draftline.commands import answer_limit, load_pair
 from draftline.config import RunConfig
 from draftline.console import Screen, fitting
@@ -29,7 +30,9 @@ from draftline.decoding.prompts import load_prompts
 from draftline.decoding.render import print_answer
 from draftline.drafter.model import Drafter
 from draftline.pipeline.plan import available_devices
-from draftline.run import train
+from draftline.resilience.folder import CHECKPOINTS
+from draftline.run import refuse_store, train
+from draftline.setup import shared_settings
 from draftline.smollm2.own_answers import with_own_answers
 from draftline.target.load import Target
 from draftline.trained import Trained
@@ -66,6 +69,7 @@ def run_demo(
     """
     config = demo_config(target, output)
     if target == "smollm2":
+        _refuse_before_fetching(config)
         config = with_own_answers(config, output.parent / f"{output.name}-smollm2", Screen())
     trained = train(config, Screen(), command)
     target_model, drafter = load_pair(trained.drafter, config.target)
@@ -80,6 +84,14 @@ def run_demo(
     console.print(fitting(_summary(trained, compared), console))
     console.print(f"The drafter lies in {trained.drafter}", soft_wrap=True, markup=False)
     return _figures(trained, compared)
+
+
+def _refuse_before_fetching(config: RunConfig) -> None:
+    """Refuse what `train` would refuse of the output folder, but before a target is fetched and answers."""
+    refuse_store(config.output)
+    settings = shared_settings(config)
+    del settings["target"]  # its folder is not known yet
+    refuse_other_run(config.output / CHECKPOINTS, Identity(settings), partial=True)
 
 
 def _show_answers(

@@ -50,6 +50,10 @@ class ConfigError(DraftlineError):
     exit_code = 2
 
 
+class OccupiedError(ConfigError):
+    """An output that holds something else, such as another run; nothing in it was changed."""
+
+
 class FolderInUseError(DraftlineError):
     """Another process owns the output folder."""
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from draftline.config import RunConfig
 from draftline.console import Screen
 from draftline.data.store import read_manifest
-from draftline.errors import ConfigError
+from draftline.errors import ConfigError, OccupiedError
 from draftline.resilience import faults
 from draftline.resilience.ending import explained, failed
 from draftline.resilience.folder import RunFolder
-from draftline.resilience.result import RESULT, RunResult, write_result
+from draftline.resilience.result import RunResult, write_result
 from draftline.resilience.signals import StopOnSignal, ended_by_sigterm
 from draftline.session import Session
 from draftline.setup import prepare_job
@@ -30,10 +30,10 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
 
     Raises:
         DraftlineError: see errors.py; `result.json` in the output folder names the cause.
+        OccupiedError: the folder holds another run, of which nothing was changed.
     """
-    _refuse_store(config.output)
+    refuse_store(config.output)
     with RunFolder(config.output, uuid.uuid4().hex[:8]):
-        (config.output / RESULT).unlink(missing_ok=True)  # of the run before
         session = None
         try:
             with ended_by_sigterm():
@@ -44,13 +44,14 @@ def train(config: RunConfig, screen: Screen, command: Sequence[str] = ()) -> Tra
                 trained = session.run()
         except BaseException as error:  # noqa: BLE001 - raised again, as what its user should meet
             known = explained(error)
-            write_result(config.output, _failed(known, command, session))
+            if not isinstance(known, OccupiedError):  # the folder, and its result, are another run's
+                write_result(config.output, _failed(known, command, session))
             raise known from known.__cause__
         write_result(config.output, _finished(trained, command))
         return trained
 
 
-def _refuse_store(output: Path) -> None:
+def refuse_store(output: Path) -> None:
     """Files of a run inside a token store would go with it when it is made anew."""
     if output.is_dir() and read_manifest(output) is not None:
         raise ConfigError(f"output={output} is a token store; choose another folder for the run")

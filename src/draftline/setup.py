@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from draftline.checkpoint import Checkpointer, Identity, Loaded
+from draftline.checkpoint import Checkpointer, Identity, Loaded, refuse_other_run
 from draftline.config import DataConfig, DrafterSpec, RunConfig
 from draftline.console import Screen
 from draftline.data.fingerprint import hash_tokenizer
@@ -24,7 +25,7 @@ from draftline.decoding.greedy import Limit
 from draftline.decoding.prompts import load_prompts
 from draftline.drafter.float8 import refuse_float8
 from draftline.drafter.model import empty_drafter
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError, OccupiedError
 from draftline.flash import refuse_flash, unused_flash
 from draftline.parity import prove_start
 from draftline.paths import STORE, builtin_conversations
@@ -34,6 +35,7 @@ from draftline.pipeline.plan import Plan, make_plan
 from draftline.pipeline.planning import refuse_what_cannot_fit, resolve_placement
 from draftline.pipeline.schedule import Schedule
 from draftline.resilience.folder import CHECKPOINTS
+from draftline.resilience.result import RESULT
 from draftline.serving.warm_start import WarmStart, load_warm_start
 from draftline.target.inspect import context_limit, resolve_spec, stop_token_ids
 from draftline.target.load import (
@@ -118,7 +120,8 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
     prompts = _held_out_prompts(config, sketch, Limit(config.evaluation.max_new_tokens, frozenset(stops)))
     start = load_warm_start(config.drafter, spec, config.output)
     context = context_limit(text_config(target_config))
-    store = open_or_prepare(config.data, config.output / STORE, tokenizer, stops, context, screen)
+    keep = _refuse_other_settings(config, spec, start)
+    store = open_or_prepare(config.data, config.output / STORE, tokenizer, stops, context, screen, keep=keep)
     shape = row_shape(config, spec, plan.backend)
     source = RowSource(store, shape, config.seed)
     schedule = Schedule(
@@ -129,6 +132,8 @@ def accept(config: RunConfig, screen: Screen) -> Accepted:
     )
     # checkpoints that are damaged or of another run, and room for new ones
     identity = _identity(config, spec, schedule, store, start)
+    refuse_other_run(config.output / CHECKPOINTS, identity)
+    (config.output / RESULT).unlink(missing_ok=True)  # of this run's last start, as is now known
     checkpointer = _checkpointer(config, identity)
     loaded = checkpointer.load_latest()
     if config.checkpoint.on_disk_full == "stop" and (loaded is None or loaded.step < schedule.num_steps):
@@ -194,13 +199,18 @@ def open_or_prepare(
     stops: tuple[int, ...],
     context: int | None,
     screen: Screen,
+    *,
+    keep: bool = False,
 ) -> TokenStore:
     """Open the token store at `config.path`, or prepare that file into `out` (free when nothing changed).
 
     Args:
         context: most tokens that the target can read.
+        keep: the checkpoints beside `out` were trained on the store there, which is refused rather than replaced by
+            another one.
 
     Raises:
+        OccupiedError: another store would replace one that is to be kept.
         ConfigError, DataError: see `prepare`; or the store was made with another tokenizer, with another chat template
             or for a longer context.
     """
@@ -220,8 +230,17 @@ def open_or_prepare(
     given = config.model_dump(include={"max_length"}, exclude_unset=True)
     options = PrepareOptions(stop_token_ids=stops, **given)
     damaged = _is_damaged(out, screen)
-    # The run's own store follows its settings; checkpoints made from others are refused by their identity.
-    report = prepare(path, tokenizer, out, options, overwrite=True, remake=damaged, context=context)
+    # The run's own store follows its settings until there are checkpoints, which could not be resumed on another.
+    try:
+        report = prepare(path, tokenizer, out, options, overwrite=not keep, remake=damaged, context=context)
+    except OccupiedError as error:
+        if not keep:  # in the way of this run, in its own folder
+            raise ConfigError(str(error)) from error
+        raise OccupiedError(
+            f"data.path={config.path}, or how it is read, has changed since {out} was made from it, and the "
+            "checkpoints beside that store need it. Restore the data and their settings to resume, or choose a new "
+            "output folder"
+        ) from error
     print_report(report, screen.console)
     return open_store(out, hash_tokenizer(tokenizer), verify=False)  # just checked, or just written
 
@@ -276,17 +295,44 @@ def _data_identity(store: TokenStore) -> dict[str, object]:
     return identity
 
 
+def _refuse_other_settings(config: RunConfig, spec: DrafterSpec, start: WarmStart | None) -> bool:
+    """Refuse a folder of another run by all that is known before its data are read, which writes into the folder.
+
+    Returns:
+        Whether the store in the folder is the one that its checkpoints were trained on.
+    """
+    known = Identity({**shared_settings(config), **_drafter_identity(spec, start)})
+    if config.optim.steps is not None:
+        known = Identity({**known.config, "num_steps": config.optim.steps})
+    newest = refuse_other_run(config.output / CHECKPOINTS, known, partial=True)
+    try:
+        own = read_manifest(config.output / STORE)
+    except DataError:  # it is damaged, and is made again
+        return False
+    return newest is not None and own is not None and own["key"] == newest.data.get("key")
+
+
+def shared_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of a run that a run which resumes it must share, as they are written."""
+    return config.model_dump(mode="json", include={"target", "seed", "rows", "loss", "optim"})
+
+
+def _drafter_identity(spec: DrafterSpec, start: WarmStart | None) -> dict[str, Any]:
+    return {
+        "drafter": spec.model_dump(mode="json"),
+        "initial_weights": start and start.sha256,  # by content: the folder may move
+    }
+
+
 def _identity(
     config: RunConfig, spec: DrafterSpec, schedule: Schedule, store: TokenStore, start: WarmStart | None
 ) -> Identity:
     """What a checkpoint must share with a run that resumes it: all that shapes the result."""
-    shared = config.model_dump(mode="json", include={"target", "seed", "rows", "loss", "optim"})
     return Identity(
         config={
-            **shared,
-            "drafter": spec.model_dump(mode="json"),
+            **shared_settings(config),
+            **_drafter_identity(spec, start),
             "num_steps": schedule.num_steps,
-            "initial_weights": start and start.sha256,  # by content: the folder may move
         },
         data=_data_identity(store),
     )

@@ -65,7 +65,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: checkpoints exist but none is intact, or one cannot be read.
-            ConfigError: it belongs to a run with other settings or data (all differing keys are listed).
+            OccupiedError: it belongs to a run with other settings or data (all differing keys are listed).
         """
         with disk_failures_explained(self._root.parent, "creating the folder of checkpoints"):
             make_folders(self._fs, self._root)

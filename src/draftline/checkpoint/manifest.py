@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from draftline.config import Frozen
-from draftline.errors import CheckpointError, ConfigError
+from draftline.errors import CheckpointError, OccupiedError
 from draftline.resilience.names import UnsafeNameError, plain_name, read_regular
 from draftline.resilience.redact import redact
 from draftline.resilience.sealed import DamagedError, canonical, seal, sha256_hex, unseal
@@ -129,7 +129,7 @@ def require_same_run(manifest: Manifest, identity: Identity, folder: Path) -> No
     """Refuse a checkpoint of another run.
 
     Raises:
-        ConfigError: settings or data differ; every differing key is listed with both values.
+        OccupiedError: settings or data differ; every differing key is listed with both values.
     """
     ours = identity.fields()
     different = [
@@ -137,7 +137,7 @@ def require_same_run(manifest: Manifest, identity: Identity, folder: Path) -> No
         *_differences("data", manifest.data, ours["data"]),
     ]
     if different:
-        raise ConfigError(
+        raise OccupiedError(
             f"{folder} belongs to a run with other settings or data: {'; '.join(different)}. Restore them to "
             "resume, or choose a new output folder"
         )

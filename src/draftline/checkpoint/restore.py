@@ -68,7 +68,7 @@ def load_latest(fs: FileSystem, root: Path, identity: Identity) -> Restored:
     Raises:
         CheckpointError: checkpoints exist and none is good, one is of a newer format, or the disk refuses.
         DiskFullError: the disk is so full that not even a folder can be made.
-        ConfigError: it belongs to a run with other settings or data.
+        OccupiedError: it belongs to a run with other settings or data.
     """
     with disk_failures_explained(root, "preparing to resume"):
         notes = _clear_leftovers(fs, root)
@@ -77,6 +77,42 @@ def load_latest(fs: FileSystem, root: Path, identity: Identity) -> Restored:
     if loaded is None:
         return Restored(None, best)
     return Restored(replace(loaded, notes=tuple(notes)), best)
+
+
+def refuse_other_run(root: Path, identity: Identity, *, partial: bool = False) -> Manifest | None:
+    """Refuse checkpoints of another run, changing nothing: before the first file in their run's folder changes.
+
+    Args:
+        root: Folder of the checkpoints.
+        identity: This run's, or what is known of it yet.
+        partial: It is not all known yet; compare only the entries that it has.
+
+    Returns:
+        The newest manifest that can be read, whatever its files are worth; None where there is none.
+
+    Raises:
+        OccupiedError: settings or data differ; every differing key is listed with both values.
+    """
+    for step in reversed(steps_in(root)):
+        folder = root / checkpoint_name(step)
+        try:
+            manifest = read_manifest(folder)
+        except (DamagedError, CheckpointError, OSError):
+            continue  # `load_latest` says what it is
+        compared = _part_of(manifest, identity) if partial else manifest
+        require_same_run(compared, identity, folder)
+        return manifest
+    return None
+
+
+def _part_of(manifest: Manifest, identity: Identity) -> Manifest:
+    known = {
+        part: {
+            name: value for name, value in getattr(manifest, part).items() if name in getattr(identity, part)
+        }
+        for part in ("config", "data")
+    }
+    return manifest.model_copy(update=known)
 
 
 def _clear_leftovers(fs: FileSystem, root: Path) -> list[str]:

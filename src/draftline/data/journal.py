@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from draftline.data.output import writing
-from draftline.errors import ConfigError, DataError, FolderInUseError
+from draftline.errors import ConfigError, FolderInUseError
 
 _ID = re.compile(rb'^\{"id": "([^"\\]+)"')
 _SYNC_S = 1.0
@@ -111,7 +111,9 @@ class Journal:
     def _check(self, number: int, line: bytes) -> None:
         found = _ID.match(line)
         if found is None:
-            raise DataError(f"{self.path}:{number} was not written by this command; name another output file")
+            raise ConfigError(
+                f"{self.path}:{number} was not written by this command; name another output file"
+            )
         if number == 1:
             self._refuse_other_settings(json.loads(line).get("made_by", {}))
         self.ids.add(found[1].decode())

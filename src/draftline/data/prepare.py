@@ -28,7 +28,7 @@ from draftline.data.store import FORMAT, REPORT, StoreWriter, foreign_files, ope
 from draftline.data.tally import Tally
 from draftline.data.template import ChatTemplate, TemplateOptions, read_template, stop_token_ids
 from draftline.data.witness import how_marked, marked_by
-from draftline.errors import ConfigError, DataError
+from draftline.errors import ConfigError, DataError, OccupiedError
 
 PARALLEL_BYTES = 8 << 20
 """Sources smaller than this are prepared in this process: starting workers would take longer."""
@@ -79,9 +79,9 @@ def prepare(
         What happened to every row, also kept in the store as report.json.
 
     Raises:
-        DataError: a malformed line (named by file and line), no row kept, answers that cannot be marked in
-            too many rows or that trl marks otherwise, or `out` was made otherwise, is not a store, or holds
-            more than one.
+        DataError: a malformed line (named by file and line), no row kept, or answers that cannot be marked in
+            too many rows or that trl marks otherwise.
+        OccupiedError: `out` was made otherwise, is not a store, or holds more than one.
         ConfigError: the file of a template or of tools cannot be read, `max_length` was set beyond `context`,
             or `out` cannot be written.
         DiskFullError: there is no room for the store.
@@ -182,11 +182,11 @@ def _manifest(
 def _is_current(out: Path, manifest: dict[str, Any], *, overwrite: bool) -> bool:
     if not out.exists():
         return False
-    found = read_manifest(out)
+    found = read_manifest(out) if out.is_dir() else None
     if found is None:
         if out.is_dir() and not any(out.iterdir()):
             return False
-        raise DataError(f"{out} exists and is not a token store; give another output folder")
+        raise OccupiedError(f"{out} exists and is not a token store; give another output folder")
     # One that does not name its template is from an earlier version; `train` needs it named.
     if found["key"] == manifest["key"] and "chat_template" in found:
         open_store(out, verify=False)
@@ -194,13 +194,13 @@ def _is_current(out: Path, manifest: dict[str, Any], *, overwrite: bool) -> bool
     # Without a difference only the layout is older: the same store is made again.
     differing = _differences(found, json.loads(json.dumps(manifest)))  # as it would be read
     if differing and not overwrite:
-        raise DataError(
+        raise OccupiedError(
             f"{out} was made otherwise: {'; '.join(differing)}. Give another output folder, or --overwrite to "
             "replace it"
         )
     foreign = foreign_files(out)
     if foreign:
-        raise DataError(
+        raise OccupiedError(
             f"{out} holds more than a token store: {', '.join(foreign)}; replacing it would delete that. Move it "
             "elsewhere, or give another output folder"
         )

@@ -21,7 +21,7 @@ from draftline.decoding.fixed import FixedDecoding
 from draftline.decoding.greedy import CachedTarget, Limit, greedy, greedy_batch
 from draftline.drafter.draft import BlockDrafter
 from draftline.drafter.model import Drafter
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 from draftline.target.inspect import context_limit
 from draftline.target.load import Target, text_config
 
@@ -69,7 +69,8 @@ def refuse_beyond_context(target: Target, prompts: Sequence[Prompt], limit: Limi
         target: loaded, or a sketch.
 
     Raises:
-        DataError: some do not; the first is named with all numbers, the others are counted.
+        DataError: some do not, even with the shortest answer; the first is named with all numbers, the others counted.
+        ConfigError: some do not with the answers that were asked for, but would with shorter ones.
     """
     context = context_limit(text_config(target.model.config))
     if context is None:
@@ -82,7 +83,8 @@ def refuse_beyond_context(target: Target, prompts: Sequence[Prompt], limit: Limi
     fix = "shorten it" if length >= context else "shorten it or lower max_new_tokens"
     of = f" ({prompt.slices[0]})" if prompt.slices else ""
     more = f"; {len(beyond)} of the prompts are too long" if len(beyond) > 1 else ""
-    raise DataError(
+    shorter = all(len(prompts[n].input_ids) < context for n in beyond)
+    raise (ConfigError if shorter else DataError)(
         f"prompt {beyond[0] + 1} of {len(prompts)}{of} has {length} tokens; with an answer of "
         f"{limit.max_new_tokens} (max_new_tokens) it is longer than the target's context of {context} "
         f"tokens (max_position_embeddings); {fix}{more}"
@@ -103,7 +105,7 @@ def reference_answers(
         progress: told now and then how many answers there are.
 
     Raises:
-        DataError: a prompt is empty, or does not fit the target's context.
+        DataError, ConfigError: a prompt is empty, or does not fit the target's context.
     """
     references: list[Reference] = []
     while prompts:

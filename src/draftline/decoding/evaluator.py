@@ -44,7 +44,7 @@ class Evaluator:
     """Replays the target's own answers; they are written once and serve every evaluation of the run."""
 
     def __init__(self, target: Target, spec: DrafterSpec, prompts: list[Prompt], limit: Limit) -> None:
-        """Raises DataError: a prompt does not fit the target's context."""
+        """Raises DataError, ConfigError: see `refuse_beyond_context`."""
         refuse_beyond_context(target, prompts, limit)
         # its own structure over the same weights: the hooks of an evaluation must not meet the workers'
         self._target = replace(target, model=share_weights(target.model))

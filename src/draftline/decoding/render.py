@@ -76,8 +76,15 @@ def print_answer(events: Iterator[Event], tokenizer: PreTrainedTokenizerBase, co
     console.print()
     if coloured:
         console.print(LEGEND)
-    console.print(
-        f"{len(decoded.tokens)} tokens in {len(decoded.produced)} verify steps, tau {decoded.tau:.2f}, "
-        f"{decoded.tokens_per_s:.0f} tokens/s"
-    )
+    console.print(_account(decoded), soft_wrap=True)
     return decoded
+
+
+def _account(decoded: Decoded) -> str:
+    """How many tokens came from where; tau is of the verify steps alone, so the first token stands by itself."""
+    tokens, steps = len(decoded.tokens), len(decoded.produced)
+    said = f"{tokens} {'token' if tokens == 1 else 'tokens'}: 1 by the target's first pass"
+    if steps:
+        in_steps = f"{steps} verify {'step' if steps == 1 else 'steps'}"
+        said += f", {sum(decoded.produced)} in {in_steps}, tau {decoded.tau:.2f}"
+    return f"{said}, {decoded.tokens_per_s:.0f} tokens/s"
