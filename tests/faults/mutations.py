@@ -146,7 +146,20 @@ CHECKS = [
         "    if False:\n        # They stay",
         DAMAGE,
     ),
-    Mutation("newest first", RESTORE, "in reversed(steps_in(root))", "in steps_in(root)", DAMAGE),
+    Mutation(
+        "newest first",
+        RESTORE,
+        "in reversed(steps_in(root)):\n        try:",
+        "in steps_in(root):\n        try:",
+        DAMAGE,
+    ),
+    Mutation(
+        "another run is refused before anything changes",
+        "setup.py",
+        "    refuse_other_run(config.output / CHECKPOINTS, identity)\n    (config",
+        "    (config",
+        "test_refused_early.py",
+    ),
     Mutation("trouble is not damage", RESTORE, "if error.errno in _BROKEN:", "if True:", DAMAGE),
     Mutation(
         "links are not followed when deleting",
